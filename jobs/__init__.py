@@ -1,0 +1,1 @@
+"""Entry points: parse the config, make one call, return an exit code."""

@@ -1,0 +1,1 @@
+"""Drafters, their loss and their export, in plain PyTorch."""

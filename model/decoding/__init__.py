@@ -1,0 +1,1 @@
+"""What one does with a drafter: speculative decoding without loss."""

@@ -1,0 +1,321 @@
+"""One YAML file configures every job: strict pydantic models, dotted overrides, one default in one place.
+
+The file knows nothing about engines: it is data, and importing it imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from pipeline.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSection(Section):
+    """The frozen LLM."""
+
+    path: str
+    """Local directory or hub id of the target in Hugging Face layout."""
+    revision: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    trust_remote_code: bool = False
+
+
+class PromptsSection(Section):
+    """Where the prompts come from."""
+
+    sources: tuple[str, ...]
+    """JSONL or Parquet files: local paths, globs or s3:// URLs; or `hf:<dataset id>[:<split>]`."""
+    limit: int | None = Field(default=None, gt=0)
+    """Keep the first `limit` rows; a prefix of the sources, in order."""
+
+
+class SamplingSection(Section):
+    """How the target generates. Every field is part of the cache's identity."""
+
+    temperature: float = Field(default=0.7, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    max_new_tokens: int = Field(default=1024, gt=0)
+    seed: int = 42
+
+
+class GenerationSection(Section):
+    """Regeneration of responses with vLLM inside Ray Data."""
+
+    sampling: SamplingSection = SamplingSection()
+    truncated: Literal["keep", "drop"] = "keep"
+    """What to do with an answer that hit its token limit: keep it, or reject the prompt."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra variables of the chat template, for instance `enable_thinking: false`."""
+    num_engines: int = Field(default=1, gt=0)
+    batch_size: int = Field(default=64, gt=0)
+    """Prompts handed to an engine at a time; the unit that a dead engine repeats."""
+    rows_per_file: int = Field(default=1024, gt=0)
+    """Responses per committed file: what a killed build has to repeat at most, per engine."""
+    engine_kwargs: dict[str, Any] = {}
+    """Passed to vLLM's engine, for instance `tensor_parallel_size`."""
+    engine_env: dict[str, str] = {}
+    """Environment of the engine's process, for instance `VLLM_CPU_OMP_THREADS_BIND`."""
+    stall_timeout_s: float = Field(default=900.0, gt=0)
+    """No finished row for this long means that the engine is dead: stop with a message."""
+    max_attempts: int = Field(default=3, gt=0)
+    """Passes over the rows still missing before the build gives up."""
+
+
+class ExtractionSection(Section):
+    """Hidden-state extraction with transformers."""
+
+    layer_ids: tuple[int, ...]
+    """Captured layers: 0-based ids of decoder layers whose OUTPUT is stored, ascending; never the last layer."""
+    num_actors: int = Field(default=1, gt=0)
+    cpus_per_actor: float = Field(default=1.0, gt=0)
+    gpus_per_actor: float = Field(default=0.0, ge=0)
+    tokens_per_batch: int = Field(default=8192, gt=0)
+    """Padded tokens per forward pass."""
+    samples_per_task: int = Field(default=64, gt=0)
+    """Samples an actor turns into committed shards in one call: what a killed actor has to repeat."""
+    stall_timeout_s: float = Field(default=1800.0, gt=0)
+    max_attempts: int = Field(default=3, gt=0)
+
+
+class CacheSection(Section):
+    """The Target Cache that `build_cache` writes and `train` reads."""
+
+    url: str
+    """Local folder or s3://bucket/prefix."""
+    endpoint_url: str | None = None
+    """S3 endpoint; credentials come by the usual means (environment, profile, instance role)."""
+    codec: Literal["bss1", "raw"] = "bss1"
+    last_hidden: Literal["needed", "all"] = "needed"
+    """Store the last hidden state only where the loss can use it, or at every position."""
+    shard_mb: int = Field(default=256, gt=0)
+    verify: Literal["always", "first", "never"] = "first"
+    """When a reader checks a sample's checksum."""
+    ignore_free_space: bool = False
+
+
+class DrafterSection(Section):
+    """The drafter's shape. What is null follows the target's own config."""
+
+    block_size: int = Field(default=7, gt=0)
+    """γ: draft tokens per round."""
+    num_draft_layers: int = Field(default=5, gt=0)
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    mask_token: int | str
+    """Token that fills the slots after the anchor: an id, or a token string of the target's tokenizer."""
+    markov_head: Literal["none", "vanilla", "gated", "rnn"] = "vanilla"
+    markov_rank: int = Field(default=256, ge=0)
+    confidence_head: bool = True
+    confidence_with_markov: bool = True
+    sample_from_anchor: bool = True
+
+
+class LossSection(Section):
+    """Weights of the loss terms (DSpark §3.3)."""
+
+    ce: float = Field(default=0.1, ge=0)
+    l1: float = Field(default=0.9, ge=0)
+    confidence: float = Field(default=1.0, ge=0)
+    decay_gamma: float = Field(default=4.0, gt=0)
+    """w_k = exp(-(k-1)/decay_gamma)."""
+
+
+class TrainingSection(Section):
+    """The recipe and the DeepSpeed workers."""
+
+    output: str
+    """Local or shared folder of the run: checkpoints, metrics.jsonl, TensorBoard, the exported drafter."""
+    num_workers: int = Field(default=8, gt=0)
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    gpus_per_worker: float = Field(default=1.0, ge=0)
+    epochs: float = Field(default=10.0, gt=0)
+    global_batch_size: int = Field(default=512, gt=0)
+    micro_batch_size: int = Field(default=1, gt=0)
+    num_anchors: int = Field(default=512, gt=0)
+    max_length: int = Field(default=4096, gt=1)
+    """Tokens of a sample that training uses: longer samples are cut on the right."""
+    lr: float = Field(default=6e-4, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
+    gradient_clip: float = Field(default=1.0, gt=0)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 keeps float32 master weights and optimizer states."""
+    zero_stage: Literal[0, 1, 2] = 1
+    seed: int = 42
+    loss: LossSection = LossSection()
+    loss_rows_per_chunk: int = Field(default=512, gt=0)
+    """Rows of [V] logits alive at a time in the loss."""
+    checkpoint_every_steps: int = Field(default=200, gt=0)
+    keep_checkpoints: int = Field(default=2, gt=0)
+    log_every_steps: int = Field(default=10, gt=0)
+    loader_workers: int = Field(default=2, ge=0)
+    prefetch_batches: int = Field(default=2, gt=0)
+    max_failures: int = Field(default=3, ge=0)
+    """Times that Ray Train restarts dead workers from the last checkpoint."""
+
+
+class EvaluationSection(Section):
+    """Accepted length by real speculative decoding on held-out prompts."""
+
+    prompts: tuple[str, ...] = ()
+    output: str | None = None
+    """Folder of the report; null: `<training.output>/evaluation`."""
+    limit_per_domain: int | None = Field(default=None, gt=0)
+    max_new_tokens: int = Field(default=256, gt=0)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    compare_untrained: bool = True
+    """Measure the same drafter before training beside the trained one."""
+    num_actors: int = Field(default=1, gt=0)
+    cpus_per_actor: float = Field(default=1.0, gt=0)
+    gpus_per_actor: float = Field(default=0.0, ge=0)
+    threads_per_actor: int | None = Field(default=None, gt=0)
+    seed: int = 42
+
+
+class ClusterSection(Section):
+    """Which Ray to use: the cluster that the job was submitted to, or an embedded one."""
+
+    address: str | None = None
+    """null: join the submitted job's cluster, else start an embedded Ray in this process."""
+    embedded_cpus: int = Field(default=8, gt=0)
+    """Logical CPUs of an embedded Ray; Ray Data's stages hang with fewer than about 8."""
+    object_store_mb: int = Field(default=512, gt=0)
+
+
+class Config(Section):
+    """Everything that the jobs need, in one file."""
+
+    name: str
+    target: TargetSection
+    prompts: PromptsSection
+    generation: GenerationSection = GenerationSection()
+    extraction: ExtractionSection
+    cache: CacheSection
+    drafter: DrafterSection
+    training: TrainingSection
+    evaluation: EvaluationSection = EvaluationSection()
+    cluster: ClusterSection = ClusterSection()
+    max_length: int = Field(default=4096, gt=1)
+    """Longest prompt + response, in tokens."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_word(cls, value: str) -> str:
+        if not value or any(c in value for c in "/\\ "):
+            raise ValueError(f"name {value!r} must be one word without slashes or spaces")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        layers = self.extraction.layer_ids
+        if not layers or list(layers) != sorted(set(layers)):
+            raise ValueError(f"extraction.layer_ids {list(layers)} must be ascending, without repeats, not empty")
+        if self.generation.sampling.max_new_tokens >= self.max_length:
+            raise ValueError(
+                f"generation.sampling.max_new_tokens {self.generation.sampling.max_new_tokens} leaves no room for "
+                f"a prompt within max_length {self.max_length}"
+            )
+        if (self.drafter.markov_head == "none") != (self.drafter.markov_rank == 0):
+            raise ValueError(
+                f"drafter.markov_head {self.drafter.markov_head!r} and markov_rank {self.drafter.markov_rank} "
+                "disagree: rank 0 goes with head none"
+            )
+        return self
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML without duplicate keys: the second of two would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides (values are YAML).
+
+    Raises ConfigError naming the file, the key, what was found, and for an unknown key the nearest valid one.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from error
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)  # a SafeLoader subclass
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: found {type(data).__name__}, wanted a mapping of sections")
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(f"{path}: {line}" for line in _explain(error))) from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    dotted, equals, value = override.partition("=")
+    keys = dotted.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r}: wanted section.key=value")
+    node = data
+    for key in keys[:-1]:
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
+    node[keys[-1]] = yaml.safe_load(value)
+
+
+def _explain(error: ValidationError) -> Iterable[str]:
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        dotted = ".".join(location) or "config"
+        if item["type"] == "extra_forbidden":
+            nearest = difflib.get_close_matches(location[-1], _fields_at(location[:-1]), n=1, cutoff=0.0)
+            yield f"unknown key {dotted!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        elif item["type"] == "missing":
+            yield f"key {dotted!r} is missing"
+        else:
+            yield f"{dotted}: {item['msg'].removeprefix('Value error, ')} (found {item['input']!r:.120})"
+
+
+def _fields_at(location: Sequence[str]) -> list[str]:
+    section: type[BaseModel] = Config
+    for key in location:
+        annotation = section.model_fields[key].annotation if key in section.model_fields else None
+        candidates = (annotation, *get_args(annotation))
+        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not found:
+            return []
+        section = found[0]
+    return list(section.model_fields)
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, to be saved beside every artefact."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

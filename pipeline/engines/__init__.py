@@ -1,0 +1,1 @@
+"""The inference engines that run the target."""

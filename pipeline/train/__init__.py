@@ -1,0 +1,1 @@
+"""Training: DeepSpeed workers under Ray Train, streaming a Target Cache."""
