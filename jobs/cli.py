@@ -1,0 +1,48 @@
+"""What every job does around its one call: parse, load the config, print one clear line on failure."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from cache_store.errors import CacheError
+
+from pipeline.config import Config, dump_config, load_config
+from pipeline.errors import ConfigError, PipelineError
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def run_job(description: str, call: Callable[[Config, bool], int], argv: Sequence[str] | None = None) -> int:
+    """Parse `--config FILE [section.key=value ...] [--dry-run] [--print-config]` and call `call(config, dry_run)`.
+
+    Returns the exit code: the call's own, 1 for a failed run, 2 for a wrong config, 130 when interrupted.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="YAML file, for instance jobs/configs/smollm2_demo.yaml")
+    parser.add_argument("--dry-run", action="store_true", help="validate, price the job and stop")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override config values")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config, args.overrides)
+        if args.print_config:
+            print(dump_config(config), end="")
+            return EXIT_OK
+        return call(config, args.dry_run)
+    except ConfigError as error:
+        return _fail(error, EXIT_BAD_CONFIG)
+    except (PipelineError, CacheError) as error:
+        return _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return code
