@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cache_store.errors import CacheError
+
+from jobs.cli import run_job
+from pipeline.config import Config
+from pipeline.errors import ConfigError, PipelineError
+
+DEMO = str(Path(__file__).resolve().parents[2] / "jobs" / "configs" / "smollm2_demo.yaml")
+
+
+def test_call_gets_config_and_dry_run() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def call(config: Config, dry_run: bool) -> int:
+        seen.append((config.name, dry_run))
+        return 3
+
+    assert run_job("x", call, ["--config", DEMO, "--dry-run", "name=other"]) == 3
+    assert seen == [("other", True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("bad"), 2),
+        (PipelineError("broke"), 1),
+        (CacheError("broke"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_failures_are_one_line(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def call(config: Config, dry_run: bool) -> int:
+        raise error
+
+    assert run_job("x", call, ["--config", DEMO]) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_unexpected_errors_keep_their_traceback() -> None:
+    def call(config: Config, dry_run: bool) -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_job("x", call, ["--config", DEMO])
+
+
+def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job("x", lambda config, dry_run: 9, ["--config", DEMO, "--print-config"]) == 0
+    assert "markov_rank: 64" in capsys.readouterr().out
+
+
+def test_unknown_key_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job("x", lambda config, dry_run: 0, ["--config", DEMO, "nme=1"]) == 2
+    assert "did you mean 'name'?" in capsys.readouterr().err
