@@ -197,6 +197,19 @@ class ClusterSection(Section):
     object_store_mb: int = Field(default=512, gt=0)
 
 
+class PlanSection(Section):
+    """What `--dry-run` assumes where it cannot look: prompts in a bucket, a target that is not on this machine."""
+
+    target_config: str | None = None
+    """A config.json with the target's sizes, used when target.path is not a local folder."""
+    samples: int | None = Field(default=None, gt=0)
+    """null: count the prompts, which must then be readable."""
+    prompt_tokens: float = Field(default=100.0, gt=0)
+    """Mean tokens of a rendered prompt."""
+    response_tokens: float | None = Field(default=None, gt=0)
+    """Mean generated tokens; null: the upper bound, max_new_tokens."""
+
+
 class Config(Section):
     """Everything that the jobs need, in one file."""
 
@@ -210,6 +223,7 @@ class Config(Section):
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
     cluster: ClusterSection = ClusterSection()
+    plan: PlanSection = PlanSection()
     max_length: int = Field(default=4096, gt=1)
     """Longest prompt + response, in tokens."""
 
