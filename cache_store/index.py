@@ -1,0 +1,105 @@
+"""The index of a sealed cache: one row per sample, sorted by id, so that positions do not depend on who wrote what.
+
+It is small (about 100 bytes per sample) and columnar, so a cache of two million samples opens in seconds; the loss
+mask comes from it, without touching a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from cache_store.errors import CacheError
+from cache_store.manifest import INDEXES, ShardRecord
+
+Table = pa.Table
+
+SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.large_string(), nullable=False),
+        pa.field("shard", pa.int32(), nullable=False),  # number of the shard in the manifest's list
+        pa.field("row", pa.int32(), nullable=False),  # row group in the shard
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("supervised", pa.int32(), nullable=False),
+        pa.field("spans", pa.large_binary(), nullable=False),  # int32 pairs [start, end), little-endian
+        pa.field("checksum", pa.uint32(), nullable=False),  # crc32c of the range
+        pa.field("finish", pa.large_string()),
+    ]
+)
+
+
+def build(records: Sequence[ShardRecord]) -> Table:
+    """Index of the records' samples; of an id that stands several times, the first one in the records' order."""
+    chosen: dict[str, tuple[int, int]] = {}
+    for number, record in enumerate(records):
+        for row, sample in enumerate(record.samples):
+            chosen.setdefault(sample.sample_id, (number, row))
+    rows = [(sample_id, *chosen[sample_id]) for sample_id in sorted(chosen)]
+    samples = [records[number].samples[row] for _, number, row in rows]
+    values: dict[str, list[Any]] = {
+        "sample_id": [sample_id for sample_id, _, _ in rows],
+        "shard": [number for _, number, _ in rows],
+        "row": [row for _, _, row in rows],
+        "offset": [sample.offset for sample in samples],
+        "length": [sample.length for sample in samples],
+        "tokens": [sample.tokens for sample in samples],
+        "supervised": [sample.supervised for sample in samples],
+        "spans": [np.asarray(sample.supervised_spans, dtype="<i4").tobytes() for sample in samples],
+        "checksum": [int(sample.checksum, 16) for sample in samples],
+        "finish": [sample.finish for sample in samples],
+    }
+    return pa.Table.from_pydict(values, schema=SCHEMA)
+
+
+def to_bytes(table: Table) -> bytes:
+    """The index as a Parquet file; the same table gives the same bytes."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
+    return sink.getvalue()
+
+
+def from_bytes(content: bytes, where: str) -> Table:
+    """Read `to_bytes`'s file. Raises CacheError when it is damaged or has other columns."""
+    try:
+        table = pq.read_table(pa.BufferReader(content))
+    except (pa.ArrowException, OSError) as error:
+        raise CacheError(f"{where}: damaged index: {error}") from error
+    if table.schema.remove_metadata() != SCHEMA:
+        raise CacheError(f"{where}: columns {table.schema.names}, wanted {SCHEMA.names}")
+    return table.combine_chunks()
+
+
+def object_name(content: bytes) -> str:
+    """Name by content: a reader that opened an older manifest keeps its own index."""
+    return f"{INDEXES}{hashlib.sha256(content).hexdigest()[:16]}.parquet"
+
+
+def column(table: Table, name: str) -> np.ndarray:
+    """A number column, [n]."""
+    return table[name].to_numpy()
+
+
+def column_list(table: Table, name: str) -> list[Any]:
+    """A text column as Python values."""
+    return table[name].to_pylist()
+
+
+def spans_at(table: Table, position: int) -> np.ndarray:
+    """[start, end) of every supervised run of a sample, int32 [k, 2]."""
+    value = table["spans"][position].as_py()
+    return np.frombuffer(value, dtype="<i4").reshape(-1, 2)
+
+
+def by_finish(table: Table) -> dict[str, int]:
+    """Samples per finish reason of the last turn ('unknown' where the build gave none)."""
+    counts = pc.value_counts(pc.fill_null(table["finish"], "unknown").combine_chunks()).to_pylist()
+    return {item["values"]: item["counts"] for item in sorted(counts, key=lambda item: -item["counts"])}

@@ -1,0 +1,254 @@
+"""One Parquet shard: one row is one sample is one row group, so a sample is one contiguous byte range.
+
+The planes of `codec.py` are binary columns; the high planes are compressed by Parquet itself (zstd level 1), the low
+planes are stored as they are. 64-bit binary offsets, no dictionary, no statistics (FORMAT.md, "Shards").
+Legend: T tokens, L captured layers, D hidden size.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache_store import codec
+from cache_store.errors import CacheError, SampleRejected
+from cache_store.manifest import SampleRecord
+from cache_store.schema import FORMAT_VERSION, CacheSpec, TargetSample
+
+MAX_PLANE_BYTES = (1 << 31) - (1 << 16)
+"""A Parquet page holds less than 2 GiB, and a plane is one page."""
+
+_PLANES = ("cap_hi", "cap_lo", "last_hi", "last_lo")
+_COMPRESSED = ("sample_id", "metadata", "input_ids", "loss_mask", "cap_hi", "last_hi")
+
+
+def shard_schema(spec: CacheSpec) -> pa.Schema:
+    """Columns of a shard; the schema's metadata says how to turn the planes back into arrays."""
+    columns = [pa.field(name, pa.large_string(), nullable=False) for name in ("sample_id", "metadata")]
+    names = ("input_ids", "loss_mask", *_PLANES)
+    columns += [pa.field(name, pa.large_binary(), nullable=False) for name in names]
+    facts = {
+        "dspark.format_version": str(FORMAT_VERSION),
+        "dspark.codec": spec.codec,
+        "dspark.dtype": "bfloat16",
+        "dspark.layer_ids": json.dumps(list(spec.layer_ids)),
+        "dspark.hidden_size": str(spec.hidden_size),
+        "dspark.last_hidden": spec.last_hidden,
+    }
+    return pa.schema(columns, metadata=facts)
+
+
+def needed_positions(loss_mask: np.ndarray) -> np.ndarray:
+    """Positions whose next token is supervised, ascending: where the loss can use the last hidden state."""
+    return np.flatnonzero(loss_mask[1:])
+
+
+def supervised_spans(loss_mask: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """[start, end) of every run of True."""
+    edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0))
+    return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
+
+
+class ParquetShardWriter:
+    """Writes samples into one local file; nobody may read it before `finish`."""
+
+    def __init__(self, path: Path, spec: CacheSpec) -> None:
+        self.path, self.spec = path, spec
+        self.ids: list[str] = []
+        self._facts: list[tuple[int, tuple[tuple[int, int], ...], str | None]] = []
+        self._schema = shard_schema(spec)
+        self._sink = pa.OSFile(str(path), "wb")
+        self._writer = pq.ParquetWriter(
+            self._sink,
+            self._schema,
+            compression={name: "ZSTD" if name in _COMPRESSED else "NONE" for name in self._schema.names},
+            compression_level={name: 1 for name in _COMPRESSED},
+            use_dictionary=False,
+            write_statistics=False,
+            write_batch_size=1,
+        )
+
+    def add(self, sample: TargetSample) -> None:
+        """Append one sample, already validated."""
+        last = sample.last_hidden_state
+        if self.spec.last_hidden == "needed":
+            last = last[needed_positions(sample.loss_mask)]
+        cap_hi, cap_lo = codec.encode(self.spec.codec, sample.hidden_states)
+        last_hi, last_lo = codec.encode(self.spec.codec, last)
+        if cap_lo.size > MAX_PLANE_BYTES:
+            raise SampleRejected(sample.sample_id, f"plane of {cap_lo.size} bytes, Parquet pages end at 2 GiB")
+        mask = sample.loss_mask.astype(np.uint8)
+        buffers = (sample.input_ids.astype("<i4"), mask, cap_hi, cap_lo, last_hi, last_lo)
+        metadata = json.dumps(sample.metadata, ensure_ascii=False)
+        columns: list[pa.Array] = [pa.array([text], pa.large_string()) for text in (sample.sample_id, metadata)]
+        columns += [_one_value(buffer) for buffer in buffers]
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
+        reasons = sample.metadata.get("finish_reasons")
+        finish = reasons[-1] if isinstance(reasons, list) and reasons and isinstance(reasons[-1], str) else None
+        self.ids.append(sample.sample_id)
+        self._facts.append((len(mask), supervised_spans(sample.loss_mask), finish))
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._sink.tell()
+
+    def finish(self) -> tuple[int, int, str, tuple[SampleRecord, ...]]:
+        """Close, read the file back and check it: (bytes, footer bytes, crc32c, one record per row)."""
+        self._writer.close()
+        self._sink.close()
+        with pa.memory_map(str(self.path)) as source:
+            content = source.read_buffer()
+            metadata = pq.read_metadata(pa.BufferReader(content))
+            if metadata.num_rows != len(self.ids) or metadata.num_row_groups != len(self.ids):
+                raise CacheError(f"{self.path}: {metadata.num_rows} rows on disk, {len(self.ids)} were written")
+            view = memoryview(content)
+            records = []
+            for row, (tokens, spans, finish) in enumerate(self._facts):
+                offset, length = row_group_range(metadata, row)
+                records.append(
+                    SampleRecord(
+                        sample_id=self.ids[row],
+                        offset=offset,
+                        length=length,
+                        tokens=tokens,
+                        supervised_spans=spans,
+                        checksum=checksum(view[offset : offset + length]),
+                        finish=finish,
+                    )
+                )
+            return len(view), footer_length(view[-8:]), checksum(view), tuple(records)
+
+    def abandon(self) -> None:
+        """Drop the unfinished file."""
+        self._sink.close()
+        self.path.unlink(missing_ok=True)
+
+
+def checksum(data: Any) -> str:
+    """crc32c of a buffer, 8 hex digits."""
+    return f"{crc32c.crc32c(data):08x}"
+
+
+def row_group_range(metadata: pq.FileMetaData, row: int) -> tuple[int, int]:
+    """(offset, length) of the one byte range that holds a row group's column chunks."""
+    group = metadata.row_group(row)
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    start = min(chunk.data_page_offset for chunk in chunks)
+    end = max(chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks)
+    return start, end - start
+
+
+def text_range(metadata: pq.FileMetaData, row: int) -> tuple[int, int]:
+    """(offset, length) of a row's columns before the planes: id, metadata, tokens and mask."""
+    offset, length = row_group_range(metadata, row)
+    group = metadata.row_group(row)
+    planes = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in _PLANES]
+    return offset, min([chunk.data_page_offset - offset for chunk in planes], default=length)
+
+
+def footer_length(tail: Any) -> int:
+    """Bytes of the footer with its tail, from a Parquet file's last 8 bytes. Raises CacheError for another file."""
+    length, magic = struct.unpack("<I4s", bytes(tail))
+    if magic != b"PAR1":
+        raise CacheError(f"found {magic!r} at the end of the file, wanted a Parquet footer")
+    return length + 8
+
+
+def parse_footer(footer: bytes) -> pq.FileMetaData:
+    """Parquet metadata from a footer alone (with its tail). Raises CacheError when it is damaged."""
+    try:
+        return pq.read_metadata(io.BytesIO(b"PAR1" + footer))
+    except (pa.ArrowException, OSError) as error:
+        raise CacheError(f"damaged Parquet footer: {error}") from error
+
+
+class RangeWindow(io.RawIOBase):
+    """A file that has only the bytes [offset, offset + len(data)); enough for Parquet to read one row group."""
+
+    def __init__(self, data: bytes, offset: int) -> None:
+        self._data, self._offset, self._position = memoryview(data), offset, 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Position in the whole file."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move within the whole file, whose end is the window's."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._offset + len(self._data)}
+        self._position = base[whence] + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> Any:
+        """Bytes of the window, without a copy; none outside it."""
+        start = self._position - self._offset
+        if start < 0 or start > len(self._data):
+            return b""
+        end = len(self._data) if size is None or size < 0 else min(start + size, len(self._data))
+        self._position += end - start
+        return self._data[start:end]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """A row as stored: tokens decoded, planes not yet."""
+
+    sample_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    metadata: dict[str, Any]
+    captured: tuple[np.ndarray, np.ndarray]
+    last: tuple[np.ndarray, np.ndarray]
+
+
+def read_row(footer: pq.FileMetaData, row: int, data: bytes, *, states: bool = True) -> StoredSample:
+    """Decode one row group from its byte range (without states: its text range, no planes). Raises CacheError."""
+    offset, length = (row_group_range if states else text_range)(footer, row)
+    if length != len(data):
+        raise CacheError(f"row {row} has {length} bytes by the footer, found {len(data)}")
+    columns = None if states else ["sample_id", "metadata", "input_ids", "loss_mask"]
+    try:
+        file = pq.ParquetFile(pa.PythonFile(RangeWindow(data, offset), mode="r"), metadata=footer, pre_buffer=False)
+        table = file.read_row_group(row, columns=columns, use_threads=False)
+        metadata = json.loads(table["metadata"][0].as_py())
+        input_ids = _bytes_of(table, "input_ids").view("<i4")
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise CacheError(f"row {row} cannot be decoded: {error}") from error
+    planes = [_bytes_of(table, name) if states else np.empty(0, np.uint8) for name in _PLANES]
+    return StoredSample(
+        sample_id=table["sample_id"][0].as_py(),
+        input_ids=input_ids,
+        loss_mask=_bytes_of(table, "loss_mask") != 0,
+        metadata=metadata,
+        captured=(planes[0], planes[1]),
+        last=(planes[2], planes[3]),
+    )
+
+
+def _one_value(buffer: np.ndarray) -> pa.Array:
+    """A one-row binary column around an array's memory, without a copy."""
+    data = np.ascontiguousarray(buffer)
+    offsets = pa.py_buffer(np.array([0, data.nbytes], dtype=np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(data)])
+
+
+def _bytes_of(table: pa.Table, name: str) -> np.ndarray:
+    """The only value of a binary column as uint8, without a copy (the array keeps the buffer alive)."""
+    value = table[name].chunk(0)[0].as_buffer()
+    return np.frombuffer(value, dtype=np.uint8)

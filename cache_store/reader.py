@@ -1,0 +1,231 @@
+"""Reading a cache: any sample by position or id with one ranged read, checked against its record.
+
+Legend: T tokens, L captured layers, D hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from cache_store import codec, index
+from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFound, ShardCorrupt, StorageError
+from cache_store.identity import fingerprint
+from cache_store.ledger import Ledger, summaries
+from cache_store.manifest import MANIFEST, Manifest, ShardSummary
+from cache_store.parquet_shard import StoredSample, checksum, needed_positions, parse_footer, read_row, text_range
+from cache_store.schema import TargetSample
+from cache_store.storage import Storage
+from cache_store.writer import load_spec
+
+Verify = Literal["always", "first", "never"]
+FOOTERS_KEPT = 1024
+"""Parsed footers held in memory, least recently used dropped first."""
+
+
+class CacheReader:
+    """Samples of a sealed cache, in the order of their ids; safe to use from several threads.
+
+    verify: check a sample's checksum and that its states are finite `always`, the `first` time that this reader
+    reads it, or `never`. allow_unsealed: read the shards committed so far of a build in progress.
+    Raises NotFound (no cache here), CacheIncomplete (not sealed), CacheMismatch, ShardCorrupt (damaged index).
+    """
+
+    def __init__(self, storage: Storage, *, verify: Verify = "first", allow_unsealed: bool = False) -> None:
+        if verify not in ("always", "first", "never"):
+            raise CacheError(f"verify is {verify!r}, wanted always, first or never")
+        self.storage, self.verify = storage, verify
+        self.spec = load_spec(storage)
+        self.manifest: Manifest | None = None
+        self.shards: tuple[ShardSummary, ...]
+        self._open_index(allow_unsealed)
+        self.tokens: np.ndarray = index.column(self.index, "tokens").astype(np.int64)
+        self.supervised_tokens: np.ndarray = index.column(self.index, "supervised").astype(np.int64)
+        names = ("shard", "row", "offset", "length", "checksum")
+        self._where = {name: index.column(self.index, name) for name in names}
+        self._checked = np.zeros(len(self.tokens), dtype=bool)
+        self._ids: list[str] | None = None
+        self._positions: dict[str, int] | None = None
+        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _open_index(self, allow_unsealed: bool) -> None:
+        try:
+            self.manifest = Manifest.from_json(self.storage.read(MANIFEST), self.storage.path(MANIFEST))
+        except NotFound as error:
+            if not allow_unsealed:
+                raise CacheIncomplete(
+                    f"{self.storage.url} is not sealed: its build has not finished; run the build again to finish it"
+                ) from error
+            records = Ledger(self.storage).records()
+            self.index = index.build(records)
+            self.shards = summaries(records, self.index)
+            return
+        if self.manifest.fingerprint != fingerprint(self.spec):
+            raise CacheMismatch(
+                f"{self.storage.url}: the manifest was sealed under settings {self.manifest.fingerprint[:12]}, "
+                f"cache.json has {fingerprint(self.spec)[:12]}; one of the two was replaced"
+            )
+        where, content = self.storage.path(self.manifest.index), self.storage.read(self.manifest.index)
+        if checksum(content) != self.manifest.index_checksum:
+            raise ShardCorrupt(
+                f"{where}: crc32c {checksum(content)}, manifest says {self.manifest.index_checksum}; "
+                "run the build again to seal anew"
+            )
+        self.index = index.from_bytes(content, where)
+        self.shards = self.manifest.shards
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def ids(self) -> list[str]:
+        """All sample ids, by position."""
+        if self._ids is None:
+            self._ids = index.column_list(self.index, "sample_id")
+        return self._ids
+
+    def sample_id(self, position: int) -> str:
+        """Id of a position."""
+        return self.index["sample_id"][position].as_py()
+
+    def position(self, sample_id: str) -> int:
+        """Position of an id. Raises NotFound."""
+        if self._positions is None:
+            self._positions = {name: position for position, name in enumerate(self.ids)}
+        if sample_id not in self._positions:
+            raise NotFound(f"{self.storage.url}: no sample {sample_id!r} among {len(self)}")
+        return self._positions[sample_id]
+
+    def read_id(self, sample_id: str) -> TargetSample:
+        """One sample by id. Raises NotFound, ShardCorrupt."""
+        return self.read(self.position(sample_id))
+
+    def loss_mask(self, position: int) -> np.ndarray:
+        """bool [T], from the index alone."""
+        mask = np.zeros(int(self.tokens[position]), dtype=bool)
+        for start, end in index.spans_at(self.index, position):
+            mask[start:end] = True
+        return mask
+
+    def shard_of(self, position: int) -> str:
+        """Object name of the shard that holds a sample."""
+        return self.shards[int(self._where["shard"][position])].name
+
+    def read(self, position: int, *, states: bool = True) -> TargetSample:
+        """One sample. Raises ShardCorrupt.
+
+        Without states only its text columns are read (not the checksum) and the two state arrays have no rows.
+        """
+        stored = self.fetch(position, states=states)
+        tokens = len(stored.input_ids) if states else 0
+        hidden = np.empty((self.spec.num_layers, tokens, self.spec.hidden_size), np.uint16)
+        last = np.zeros((tokens, self.spec.hidden_size), np.uint16)
+        if states:
+            self.decode_into(position, stored, hidden, last)
+        return TargetSample(
+            sample_id=stored.sample_id,
+            input_ids=stored.input_ids,
+            loss_mask=stored.loss_mask,
+            hidden_states=hidden,
+            last_hidden_state=last,
+            metadata=stored.metadata,
+        )
+
+    def fetch(self, position: int, *, states: bool = True) -> StoredSample:
+        """One sample as stored, its planes undecoded: one ranged read. Raises ShardCorrupt after a second try."""
+        if not 0 <= position < len(self):
+            raise CacheError(f"position {position} is outside the cache's {len(self)} samples")
+        try:
+            return self._fetch_once(position, states)
+        except (CacheError, NotFound) as first:
+            if isinstance(first, StorageError) and not isinstance(first, NotFound):
+                raise  # the storage has retried already
+            with self._lock:
+                self._footers.pop(int(self._where["shard"][position]), None)
+            try:
+                return self._fetch_once(position, states)
+            except CacheError as error:
+                raise self._corrupt(position, f"{error} (read twice)") from error
+
+    def decode_into(self, position: int, stored: StoredSample, hidden: np.ndarray, last: np.ndarray) -> None:
+        """Decode a fetched sample's states into the caller's memory.
+
+        hidden: uint16 [L, t, D] of any strides, last: uint16 [t, D] holding zeros; t <= T cuts the sample on the
+        right. Raises ShardCorrupt.
+        """
+        tokens, size, tag = len(stored.input_ids), self.spec.hidden_size, self.spec.codec
+        wanted = hidden.shape[1]
+        rows = np.arange(tokens) if self.spec.last_hidden == "all" else needed_positions(stored.loss_mask)
+        try:
+            captured = _rows(tag, stored.captured, (self.spec.num_layers, tokens, size), wanted)
+            codec.decode_into(tag, captured, hidden)
+            kept = rows[rows < wanted]
+            final = np.empty((len(kept), size), np.uint16)
+            codec.decode_into(tag, _rows(tag, stored.last, (1, len(rows), size), len(kept)), final[None])
+        except CacheError as error:
+            raise self._corrupt(position, str(error)) from error
+        last[kept] = final
+        if self._must_check(position):
+            bad = codec.count_nonfinite(hidden) + codec.count_nonfinite(final)
+            if bad:
+                raise self._corrupt(position, f"{bad} infinite or NaN values in its states")
+            self._checked[position] = True
+
+    def _must_check(self, position: int) -> bool:
+        return self.verify == "always" or (self.verify == "first" and not self._checked[position])
+
+    def _fetch_once(self, position: int, states: bool) -> StoredSample:
+        where = {name: int(values[position]) for name, values in self._where.items()}
+        shard = self.shards[where["shard"]]
+        if states:
+            data = self.storage.read_range(shard.name, where["offset"], where["length"])
+            if self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
+                raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
+            footer = self._footer(where["shard"])
+        else:
+            footer = self._footer(where["shard"])
+            data = self.storage.read_range(shard.name, *text_range(footer, where["row"]))
+        stored = read_row(footer, where["row"], data, states=states)
+        sample_id = self.sample_id(position)
+        if stored.sample_id != sample_id:
+            raise CacheError(f"row {where['row']} holds sample {stored.sample_id!r}, record says {sample_id!r}")
+        if len(stored.input_ids) != self.tokens[position] or len(stored.loss_mask) != self.tokens[position]:
+            raise CacheError(f"{len(stored.input_ids)} tokens, record says {self.tokens[position]}")
+        return stored
+
+    def _footer(self, number: int) -> pq.FileMetaData:
+        with self._lock:
+            if number in self._footers:
+                self._footers.move_to_end(number)
+                return self._footers[number]
+        shard = self.shards[number]
+        start = shard.num_bytes - shard.footer_bytes
+        footer = parse_footer(self.storage.read_range(shard.name, start, shard.footer_bytes))
+        with self._lock:
+            self._footers[number] = footer
+            if len(self._footers) > FOOTERS_KEPT:
+                self._footers.popitem(last=False)
+        return footer
+
+    def _corrupt(self, position: int, found: str) -> ShardCorrupt:
+        shard, sample = self.storage.path(self.shard_of(position)), self.sample_id(position)
+        return ShardCorrupt(
+            f"{shard}: sample {sample!r}: {found}; find all damage with "
+            f"'cache_store verify {self.storage.url}'; deleting the shard and its record and building again repairs it"
+        )
+
+
+def _rows(
+    tag: str, planes: tuple[np.ndarray, np.ndarray], shape: tuple[int, int, int], wanted: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Planes of [groups, rows, D] values cut to the first `wanted` rows of every group. Raises CacheError."""
+    values = shape[0] * shape[1] * shape[2]
+    if codec.num_values(tag, planes) != values or (tag == "bss1" and planes[0].size != values):
+        raise CacheError(f"planes of {planes[0].size} and {planes[1].size} bytes, wanted {list(shape)} values")
+    high, low = (plane.reshape(shape[0], shape[1], -1)[:, :wanted] if plane.size else plane for plane in planes)
+    return high, low
