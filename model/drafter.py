@@ -1,0 +1,155 @@
+"""The DSpark drafter (DSpark §3): a parallel block backbone, a sequential head and a confidence head.
+
+One class for every target family: only D, V and the frozen embedding and lm_head (TargetHeads, passed in) must match.
+Parameter names are those of the released checkpoints. Legend: B batch, T sequence, C = L·D captured width, A blocks,
+S query slots, K = γ draft positions, D hidden, V vocabulary, R Markov rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from model.anchors import Blocks, block_inputs, predicting_slots
+from model.attention import block_attention, cached_attention, plan_groups
+from model.confidence import ConfidenceHead
+from model.config import DrafterConfig
+from model.layers import DraftLayer, RMSNorm, rotation
+from model.markov import build_markov_head
+from model.target_heads import TargetHeads
+
+
+@dataclasses.dataclass(slots=True)
+class DraftCache:
+    """Rotated keys and plain values of the context, per layer [n, G, E]: all that decoding keeps between rounds."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def length(self) -> int:
+        """Context rows held: the next block's anchor position."""
+        return len(self.keys[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadOutputs:
+    """What the small heads say about whole blocks under teacher forcing."""
+
+    features_AKR: Tensor | None
+    """Features of the sequential head, logits = lm_head(hidden) + W2 features; None without head."""
+    confidence_AK: Tensor | None
+    """Confidence logits; None without head."""
+
+
+class DSparkDrafter(nn.Module):
+    """See the module docstring. All parameters are trainable."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        captured = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(captured, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_draft_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = build_markov_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the parameters."""
+        return self.fc.weight.dtype
+
+    def _draft_layers(self) -> Iterator[DraftLayer]:
+        return (cast(DraftLayer, layer) for layer in self.layers)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> DSparkDrafter:
+        """Matrices from N(0, 0.02²) by a generator of their own, norms one, biases zero; returns self."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * 0.02
+                parameter.copy_(values)
+        return self
+
+    def project_context(self, hidden_BTC: Tensor) -> Tensor:
+        """RMSNorm(W_c · captured layers), [B, T, C] in any dtype to [B, T, D]."""
+        return self.hidden_norm(self.fc(hidden_BTC.to(self.dtype)))
+
+    def backbone(self, context_BTD: Tensor, blocks: Blocks, heads: TargetHeads) -> Tensor:
+        """Final-normed hidden states [A, K, D] of the slots that predict draft tokens."""
+        config = self.config
+        x_ASD = heads.embed(blocks.input_ids).to(self.dtype)
+        block_rotation = rotation(blocks.position_ids, config, self.dtype)
+        positions = torch.arange(context_BTD.shape[1], device=context_BTD.device)
+        context_rotation = rotation(positions, config, self.dtype)
+        groups = plan_groups(blocks.rows, blocks.anchors, config.num_inputs)
+        for layer in self._draft_layers():
+            normed = layer.input_layernorm(x_ASD)
+            attended = block_attention(
+                layer.self_attn.query(normed, block_rotation),
+                layer.self_attn.key_value(normed, block_rotation),
+                layer.self_attn.key_value(context_BTD, context_rotation),
+                groups,
+            )
+            x_ASD = layer.finish(x_ASD, attended)
+        return predicting_slots(self.norm(x_ASD), config)
+
+    def head_outputs(self, hidden_AKD: Tensor, previous_ids_AK: Tensor) -> HeadOutputs:
+        """Markov features and confidence logits, the previous tokens being known."""
+        embedded = features = confidence = None
+        if self.markov_head is not None:
+            embedded = self.markov_head.markov_w1(previous_ids_AK)
+            features = self.markov_head.features(embedded, hidden_AKD)
+        if self.confidence_head is not None:
+            confidence = self.confidence_head(hidden_AKD, embedded)
+        return HeadOutputs(features, confidence)
+
+    def draft_logits(self, hidden: Tensor, features: Tensor | None, heads: TargetHeads) -> Tensor:
+        """lm_head(hidden) + W2 features: [..., D] and [..., R] to [..., V] in the parameters' dtype."""
+        logits = heads.logits(hidden).to(self.dtype)
+        return logits if self.markov_head is None else logits + self.markov_head.markov_w2(features)
+
+    def new_cache(self) -> DraftCache:
+        """An empty context."""
+        shape = (0, self.config.num_key_value_heads, self.config.head_dim)
+        empty = [torch.empty(shape, dtype=self.dtype, device=self.fc.weight.device) for _ in self.layers]
+        return DraftCache(list(empty), list(empty))
+
+    def append_context(self, cache: DraftCache, hidden_nC: Tensor) -> None:
+        """Add captured hidden states [n, C] of the next n committed positions to the context."""
+        context = self.project_context(hidden_nC.to(self.fc.weight.device))
+        positions = torch.arange(cache.length, cache.length + len(hidden_nC), device=context.device)
+        by = rotation(positions, self.config, self.dtype)
+        for index, layer in enumerate(self._draft_layers()):
+            key, value = layer.self_attn.key_value(context, by)
+            cache.keys[index] = torch.cat([cache.keys[index], key])
+            cache.values[index] = torch.cat([cache.values[index], value])
+
+    def draft_block(self, cache: DraftCache, anchor_id: int, heads: TargetHeads) -> Tensor:
+        """Final-normed hidden states [K, D] of one block whose anchor stands at position cache.length."""
+        device = self.fc.weight.device
+        anchor = torch.tensor([cache.length], device=device)
+        input_ids, position_ids = block_inputs(torch.tensor([anchor_id], device=device), anchor, self.config)
+        x_SD = heads.embed(input_ids[0]).to(self.dtype)
+        by = rotation(position_ids[0], self.config, self.dtype)
+        for index, layer in enumerate(self._draft_layers()):
+            normed = layer.input_layernorm(x_SD)
+            key, value = layer.self_attn.key_value(normed, by)
+            attended = cached_attention(
+                layer.self_attn.query(normed, by),
+                torch.cat([cache.keys[index], key]),
+                torch.cat([cache.values[index], value]),
+            )
+            x_SD = layer.finish(x_SD, attended)
+        return predicting_slots(self.norm(x_SD)[None], self.config)[0]

@@ -1,0 +1,105 @@
+"""The pieces of the drafter's backbone: RMS norm, rotary positions, attention projections, SwiGLU, one layer.
+
+Qwen3-shaped whatever the target's family: pre-norm residuals, per-head RMS norm of queries and keys, no biases.
+Legend: A blocks, S slots, B batch, T sequence, D hidden, H query heads, G key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import DrafterConfig
+
+
+class Rotation(NamedTuple):
+    """cos and sin of the rotary angles, [..., 1, E], ready to broadcast over heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(position_ids: Tensor, config: DrafterConfig, dtype: torch.dtype) -> Rotation:
+    """Angles of position ids [...] in float32, cast to dtype at the end, as the released drafters were trained."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_ids.device)
+    angles = position_ids[..., None].float() * config.rope_theta ** (-half / config.head_dim)
+    angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotary embedding of [..., heads, E]; the two halves of E form the pairs."""
+    first, second = x.chunk(2, dim=-1)
+    return x * by.cos + torch.cat([-second, first], dim=-1) * by.sin
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last axis, the division in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same shape and dtype."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class BlockAttention(nn.Module):
+    """Projections of one layer's attention; the same ones serve context and block (DFlash §3)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def query(self, x: Tensor, by: Rotation) -> Tensor:
+        """[..., D] to rotated queries [..., H, E]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), by)
+
+    def key_value(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
+        """[..., D] to rotated keys and plain values, both [..., G, E]."""
+        key = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), by)
+        return key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One layer. The attention itself is the caller's: training attends in groups, decoding over a cache."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, residuals and MLP: x [..., D] and attended [..., H, E] to [..., D]."""
+        x = x + self.self_attn.o_proj(attended.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
