@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -83,8 +83,8 @@ class CacheBatch:
 
     def pin_memory(self) -> CacheBatch:
         """The same batch in page-locked memory (DataLoader calls this)."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return CacheBatch(**{n: v.pin_memory() if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "torch.Tensor"}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
 
 
 class TargetCacheStream(IterableDataset):

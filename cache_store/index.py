@@ -19,8 +19,6 @@ import pyarrow.parquet as pq
 from cache_store.errors import CacheError
 from cache_store.manifest import INDEXES, ShardRecord
 
-Table = pa.Table
-
 SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.large_string(), nullable=False),
@@ -37,7 +35,7 @@ SCHEMA = pa.schema(
 )
 
 
-def build(records: Sequence[ShardRecord]) -> Table:
+def build(records: Sequence[ShardRecord]) -> pa.Table:
     """Index of the records' samples; of an id that stands several times, the first one in the records' order."""
     chosen: dict[str, tuple[int, int]] = {}
     for number, record in enumerate(records):
@@ -60,14 +58,14 @@ def build(records: Sequence[ShardRecord]) -> Table:
     return pa.Table.from_pydict(values, schema=SCHEMA)
 
 
-def to_bytes(table: Table) -> bytes:
+def to_bytes(table: pa.Table) -> bytes:
     """The index as a Parquet file; the same table gives the same bytes."""
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
     return sink.getvalue()
 
 
-def from_bytes(content: bytes, where: str) -> Table:
+def from_bytes(content: bytes, where: str) -> pa.Table:
     """Read `to_bytes`'s file. Raises CacheError when it is damaged or has other columns."""
     try:
         table = pq.read_table(pa.BufferReader(content))
@@ -83,23 +81,23 @@ def object_name(content: bytes) -> str:
     return f"{INDEXES}{hashlib.sha256(content).hexdigest()[:16]}.parquet"
 
 
-def column(table: Table, name: str) -> np.ndarray:
+def column(table: pa.Table, name: str) -> np.ndarray:
     """A number column, [n]."""
     return table[name].to_numpy()
 
 
-def column_list(table: Table, name: str) -> list[Any]:
+def column_list(table: pa.Table, name: str) -> list[Any]:
     """A text column as Python values."""
     return table[name].to_pylist()
 
 
-def spans_at(table: Table, position: int) -> np.ndarray:
+def spans_at(table: pa.Table, position: int) -> np.ndarray:
     """[start, end) of every supervised run of a sample, int32 [k, 2]."""
     value = table["spans"][position].as_py()
     return np.frombuffer(value, dtype="<i4").reshape(-1, 2)
 
 
-def by_finish(table: Table) -> dict[str, int]:
+def by_finish(table: pa.Table) -> dict[str, int]:
     """Samples per finish reason of the last turn ('unknown' where the build gave none)."""
     counts = pc.value_counts(pc.fill_null(table["finish"], "unknown").combine_chunks()).to_pylist()
     return {item["values"]: item["counts"] for item in sorted(counts, key=lambda item: -item["counts"])}

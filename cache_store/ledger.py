@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 
+import pyarrow as pa
+
 from cache_store import index
 from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch
 from cache_store.identity import fingerprint
@@ -139,7 +141,8 @@ def _count_rejects(rejects: Iterable[Reject]) -> dict[str, dict[str, int]]:
     return {stage: dict(sorted(counts[stage].items())) for stage in sorted(counts)}
 
 
-def summaries(records: list[ShardRecord], table: index.Table) -> tuple[ShardSummary, ...]:
+def summaries(records: list[ShardRecord], table: pa.Table) -> tuple[ShardSummary, ...]:
+    """Lines of the manifest, one per record, with the number of samples that the index takes from it."""
     used = Counter(index.column(table, "shard").tolist())
     return tuple(
         ShardSummary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -172,11 +173,13 @@ def _checked(cls: Any, data: Any, where: str, skip: tuple[str, ...] = ()) -> dic
 
 def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:
     """Ascending, disjoint, non-empty runs inside the sample."""
-    if not isinstance(value, list) or not all(
-        isinstance(s, list) and [is_int(x) for x in s] == [True] * 2 for s in value
-    ):
+    if not isinstance(value, list) or not all(_is_pair(item) for item in value):
         raise CacheError(f"{where}: supervised_spans is {value!r:.60}, wanted a list of [start, end)")
     flat = [edge for span in value for edge in span]
-    if any(a >= b for a, b in zip(flat, flat[1:], strict=False)) or (flat and not 0 <= flat[0] <= flat[-1] <= tokens):
+    if any(a >= b for a, b in itertools.pairwise(flat)) or (flat and not 0 <= flat[0] <= flat[-1] <= tokens):
         raise CacheError(f"{where}: supervised_spans {value!r:.60} do not ascend within {tokens} tokens")
     return tuple((start, end) for start, end in value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(is_int(edge) for edge in value)

@@ -32,6 +32,9 @@ TEMPORARY = "tmp"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRANSIENT = (errno.EBUSY, errno.EREMOTEIO, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNRESET)
+_TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict")
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+FREE_SPACE = "free some space or choose another place, then run the same command again: what is committed is kept"
 Result = TypeVar("Result")
 
 
@@ -175,11 +178,11 @@ class Storage:
         self.url = url.rstrip("/") if len(url) > 1 else url
         self.endpoint_url = endpoint_url
         scheme = urlsplit(self.url).scheme if "://" in self.url else ""
-        self.local_root = (
-            Path(self.url.removeprefix("file://")).expanduser().resolve() if scheme in ("", "file") else None
-        )
         if scheme not in ("", "file", "s3", "gs", "memory"):
             raise StorageError(f"{url}: unknown kind of storage {scheme!r}; wanted a folder or s3://bucket/prefix")
+        self.local_root: Path | None = None
+        if scheme in ("", "file"):
+            self.local_root = Path(self.url.removeprefix("file://")).expanduser().resolve()
         self._backend: Backend | None = None
         self._pid = -1
 
@@ -288,31 +291,32 @@ class Storage:
         raise AssertionError("the last attempt returns or raises")
 
     def _translate(self, verb: str, name: str, error: Exception, attempts: int) -> StorageError:
-        where, code = self.path(name), _error_code(error)
-        bucket = urlsplit(self.url).netloc
+        """The client's error as ours, in one line."""
+        where, code, kind = self.path(name), _error_code(error), type(error).__name__
         if isinstance(error, StorageError):
             return error
-        if isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412", "ConditionalRequestConflict"):
+        if isinstance(error, FileExistsError) or code in _TAKEN:
             return AlreadyExists(f"{where} exists already")
-        if code == "NoSuchBucket" or (verb == "open" and isinstance(error, FileNotFoundError)):
-            return StorageError(f"{self.url}: bucket {bucket!r} does not exist; create it or correct the URL")
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and code != "NoSuchBucket" and verb != "open":
             return NotFound(f"{where} does not exist")
-        if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
-            return StorageError(f"{self.url}: no credentials found ({error}); set them as for any S3 client")
-        if isinstance(error, PermissionError):
-            return StorageError(f"{where}: not allowed to {verb} ({code or error}); check credentials and permissions")
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, FileNotFoundError):
+            bucket = urlsplit(self.url).netloc
+            message = f"{self.url}: bucket {bucket!r} does not exist; create it or correct the URL"
+        elif kind in _NO_CREDENTIALS:
+            message = f"{self.url}: no credentials found ({error}); set them as for any S3 client"
+        elif isinstance(error, PermissionError):
+            message = f"{where}: not allowed to {verb} ({code or error}); check credentials and permissions"
+        elif isinstance(error, NotADirectoryError):
+            message = f"{where}: a file stands where a folder is wanted; choose another place"
+        elif isinstance(error, OSError) and error.errno in _FULL:
             free = self.free_bytes()
-            return StorageError(
-                f"{where}: no space left{'' if free is None else f' ({free:,} bytes free)'}; "
-                "free some space or choose another place, then run the same command again: committed work is kept"
-            )
-        if type(error).__name__ == "EndpointConnectionError":
-            return StorageError(
-                f"{self.url}: cannot reach the endpoint {self.endpoint_url or 'of AWS'}; is it running?"
-            )
-        return StorageError(f"{where}: cannot {verb} after {attempts} attempts: {type(error).__name__}: {error}")
+            known = "" if free is None else f" ({free:,} bytes free)"
+            message = f"{where}: no space left{known}; {FREE_SPACE}"
+        elif kind == "EndpointConnectionError":
+            message = f"{self.url}: cannot reach the endpoint {self.endpoint_url or 'of AWS'}; is it running?"
+        else:
+            message = f"{where}: cannot {verb} after {attempts} attempts: {kind}: {error}"
+        return StorageError(message)
 
 
 def open_storage(url: str, *, endpoint_url: str | None = None) -> Storage:

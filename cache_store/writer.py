@@ -18,7 +18,7 @@ from cache_store.errors import AlreadyExists, CacheMismatch, NotFound, SampleRej
 from cache_store.manifest import COMMITS, SHARDS, SPEC, ShardRecord
 from cache_store.parquet_shard import ParquetShardWriter
 from cache_store.schema import CacheSpec, TargetSample
-from cache_store.storage import Storage
+from cache_store.storage import FREE_SPACE, Storage
 
 
 def create_cache(storage: Storage, spec: CacheSpec) -> CacheSpec:
@@ -157,10 +157,7 @@ class CacheWriter:
 
     def _disk_error(self, error: OSError) -> StorageError:
         folder = self._scratch_dir or self.storage.scratch_dir()
-        return StorageError(
-            f"{folder}: cannot write a shard: {error.strerror or error}; free some space or choose another place, "
-            "then run the same command again: committed work is kept"
-        )
+        return StorageError(f"{folder}: cannot write a shard: {error.strerror or error}; {FREE_SPACE}")
 
 
 def record_name(shard_name: str) -> str:
@@ -177,20 +174,26 @@ def check_sample(spec: CacheSpec, sample: TargetSample) -> None:
 
 def _problem(spec: CacheSpec, sample: TargetSample) -> str | None:
     tokens = len(sample.input_ids)
+    if not sample.sample_id or tokens == 0:
+        return "no tokens" if sample.sample_id else "sample_id is empty"
+    return _shape_problem(spec, sample, tokens) or _value_problem(spec, sample, tokens)
+
+
+def _shape_problem(spec: CacheSpec, sample: TargetSample, tokens: int) -> str | None:
     wanted: dict[str, tuple[tuple[int, ...], type]] = {
         "input_ids": ((tokens,), np.int32),
         "loss_mask": ((tokens,), np.bool_),
         "hidden_states": ((spec.num_layers, tokens, spec.hidden_size), np.uint16),
         "last_hidden_state": ((tokens, spec.hidden_size), np.uint16),
     }
-    if not sample.sample_id:
-        return "sample_id is empty"
-    if tokens == 0:
-        return "no tokens"
     for name, (shape, dtype) in wanted.items():
         array = getattr(sample, name)
         if array.shape != shape or array.dtype != dtype:
             return f"{name} is {array.dtype} {list(array.shape)}, wanted {np.dtype(dtype).name} {list(shape)}"
+    return None
+
+
+def _value_problem(spec: CacheSpec, sample: TargetSample, tokens: int) -> str | None:
     lowest, highest = int(sample.input_ids.min()), int(sample.input_ids.max())
     if lowest < 0 or highest >= spec.vocab_size:
         return f"token id {lowest if lowest < 0 else highest} outside the vocabulary of {spec.vocab_size}"
