@@ -30,11 +30,11 @@ def test_loss_metrics_and_gradients_are_golden(implementation: str, name: str) -
         assert values[f"accept_rate@{k + 1}"] == pytest.approx(expected[f"accept_rate@{k}"]["value"], **close)
     assert values["tau"] == pytest.approx(expected["tau_probabilistic"]["value"], **close)
     assert values["loss"] == pytest.approx(case.scalars["loss_total"], **close)
-    for name in ("confidence_abs_error", "confidence_bias", "confidence_cumprod_bias"):
-        assert (name in values) == (name in expected)
-        if name in expected:
-            assert values[name] == pytest.approx(expected[name]["value"], **close)
+    for metric in ("confidence_abs_error", "confidence_bias", "confidence_cumprod_bias"):
+        assert (metric in values) == (metric in expected)
+        if metric in expected:
+            assert values[metric] == pytest.approx(expected[metric]["value"], **close)
     gradients = grads_of(case.drafter, out.total / out.weight)
     assert set(gradients) == set(case.grads)
-    for name, gradient in gradients.items():
-        assert max_error(gradient, case.grads[name]) < 1e-6, name
+    for parameter, gradient in gradients.items():
+        assert max_error(gradient, case.grads[parameter]) < 1e-6, parameter
