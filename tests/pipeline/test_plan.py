@@ -53,6 +53,7 @@ def test_drafter_parameters_equal_the_built_one(full_size: Config, head: str) ->
         markov_rank=rank,
         enable_confidence_head=True,
         confidence_head_with_markov=rank > 0,
+        sample_from_anchor=True,
     )
     import json
 
