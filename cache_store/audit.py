@@ -1,0 +1,200 @@
+"""Proof that a cache is whole: every record has its shard, every byte its checksum, every sample finite states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from cache_store import codec, index
+from cache_store.errors import CacheError, NotFound
+from cache_store.identity import fingerprint
+from cache_store.ledger import summaries
+from cache_store.manifest import COMMITS, MANIFEST, SHARDS, Manifest, SampleRecord, ShardRecord
+from cache_store.parquet_shard import (
+    StoredSample,
+    checksum,
+    footer_length,
+    needed_positions,
+    parse_footer,
+    read_row,
+    row_group_range,
+    shard_schema,
+    supervised_spans,
+)
+from cache_store.schema import CacheSpec
+from cache_store.storage import TEMPORARY, Storage
+from cache_store.writer import load_spec, record_name
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: str
+    """Damage: bad-record, wrong-settings, missing-shard, wrong-size, checksum, wrong-layout, wrong-counts, id-mismatch,
+    wrong-tokens, not-finite, bad-manifest, not-sealed. orphan: left over from a crash, seen by no reader."""
+    name: str
+    """Object, below the cache's root."""
+    detail: str
+
+    @property
+    def damage(self) -> bool:
+        """Whether readers are affected."""
+        return self.kind != "orphan"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What was looked at, and what was found."""
+
+    shards: int
+    samples: int
+    num_bytes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def damaged(self) -> bool:
+        """Whether any finding affects readers."""
+        return any(finding.damage for finding in self.findings)
+
+
+def verify_cache(
+    storage: Storage, *, quick: bool = False, progress: Callable[[int, int], None] | None = None
+) -> AuditReport:
+    """Check a cache against its records: damage is reported, not raised. Reads every byte unless `quick`.
+
+    progress is called with (shards done, shards in all). Raises NotFound when there is no cache at this place.
+    """
+    spec = load_spec(storage)
+    records, findings = _records(storage)
+    sizes = {info.name: info.size for info in storage.list(SHARDS)}
+    for number, record in enumerate(records, start=1):
+        findings += _check_shard(storage, spec, record, sizes.get(record.name), quick)
+        if progress is not None:
+            progress(number, len(records))
+    known = {record.name for record in records}
+    extra = sizes | {info.name: info.size for info in storage.list(f"{TEMPORARY}/")}
+    findings += [
+        Finding("orphan", name, f"{size:,} bytes without a commit record: a writer died, or is at work")
+        for name, size in extra.items()
+        if name not in known
+    ]
+    return AuditReport(
+        shards=len(records),
+        samples=sum(record.num_samples for record in records),
+        num_bytes=sum(record.num_bytes for record in records),
+        findings=(*findings, *_check_manifest(storage, spec, records)),
+    )
+
+
+def _records(storage: Storage) -> tuple[list[ShardRecord], list[Finding]]:
+    records, findings = [], []
+    names = [info.name for info in storage.list(COMMITS)]
+    for name, text in zip(names, storage.read_many(names), strict=True):
+        try:
+            record = ShardRecord.from_json(text, name)
+        except CacheError as error:
+            findings.append(Finding("bad-record", name, str(error)))
+            continue
+        if record_name(record.name) != name:
+            findings.append(Finding("bad-record", name, f"is a record of {record.name}"))
+        records.append(record)
+    return records, findings
+
+
+def _check_shard(
+    storage: Storage, spec: CacheSpec, record: ShardRecord, size: int | None, quick: bool
+) -> list[Finding]:
+    found: list[Finding] = []
+    if record.fingerprint != fingerprint(spec):
+        found.append(Finding("wrong-settings", record.name, f"written under {record.fingerprint[:12]}"))
+    if size is None:
+        found.append(Finding("missing-shard", record.name, f"record says {record.num_bytes:,} bytes"))
+    elif size != record.num_bytes:
+        found.append(Finding("wrong-size", record.name, f"{size:,} bytes, record says {record.num_bytes:,}"))
+    elif not quick:
+        found += [Finding(kind, record.name, text) for kind, text in _check_content(storage, spec, record)]
+    return found
+
+
+def _check_content(storage: Storage, spec: CacheSpec, record: ShardRecord) -> list[tuple[str, str]]:
+    """(kind, detail) of everything wrong with a shard of the right size."""
+    found = []
+    content = memoryview(storage.read(record.name))
+    if (crc := checksum(content)) != record.checksum:
+        found.append(("checksum", f"crc32c {crc}, record says {record.checksum}"))
+    try:
+        if footer_length(content[-8:]) != record.footer_bytes:
+            raise CacheError(f"footer of {footer_length(content[-8:])} bytes, record says {record.footer_bytes}")
+        footer = parse_footer(bytes(content[-record.footer_bytes :]))
+        if not footer.schema.to_arrow_schema().equals(shard_schema(spec), check_metadata=True):
+            raise CacheError("columns or their facts differ from the settings in cache.json")
+    except CacheError as error:
+        return [*found, ("wrong-layout", str(error))]
+    if footer.num_rows != record.num_samples or footer.num_row_groups != record.num_samples:
+        return [*found, ("wrong-counts", f"{footer.num_rows} rows, record says {record.num_samples} samples")]
+    for row, sample in enumerate(record.samples):
+        problems = _check_row(spec, footer, row, sample, content)
+        found += [(kind, f"sample {sample.sample_id!r}: {text}") for kind, text in problems]
+    return found
+
+
+def _check_row(
+    spec: CacheSpec, footer: pq.FileMetaData, row: int, sample: SampleRecord, content: memoryview
+) -> list[tuple[str, str]]:
+    data = content[sample.offset : sample.offset + sample.length]
+    if (crc := checksum(data)) != sample.checksum:
+        return [("checksum", f"crc32c {crc}, record says {sample.checksum}")]
+    try:
+        if row_group_range(footer, row) != (sample.offset, sample.length):
+            raise CacheError(f"lies at {row_group_range(footer, row)}, record says {sample.offset, sample.length}")
+        return _check_sample(spec, sample, read_row(footer, row, bytes(data)))
+    except CacheError as error:
+        return [("wrong-layout", str(error))]
+
+
+def _check_sample(spec: CacheSpec, sample: SampleRecord, stored: StoredSample) -> list[tuple[str, str]]:
+    """(kind, detail) of everything wrong with a sample that could be decoded."""
+    found = []
+    if stored.sample_id != sample.sample_id:
+        found.append(("id-mismatch", f"the shard holds {stored.sample_id!r} there"))
+    tokens = len(stored.input_ids)
+    if tokens != sample.tokens or len(stored.loss_mask) != tokens:
+        return [*found, ("wrong-tokens", f"{tokens} ids and {len(stored.loss_mask)} mask values, not {sample.tokens}")]
+    if supervised_spans(stored.loss_mask) != sample.supervised_spans:
+        found.append(("wrong-tokens", "its supervised positions differ from the record's"))
+    if tokens and not 0 <= stored.input_ids.min() <= stored.input_ids.max() < spec.vocab_size:
+        found.append(("wrong-tokens", f"token ids outside the vocabulary of {spec.vocab_size}"))
+    rows = tokens if spec.last_hidden == "all" else len(needed_positions(stored.loss_mask))
+    shapes = (("hidden states", stored.captured, spec.num_layers * tokens), ("last hidden state", stored.last, rows))
+    for what, planes, vectors in shapes:
+        values = np.empty((vectors, spec.hidden_size), np.uint16)
+        try:
+            codec.decode_into(spec.codec, planes, values)
+        except CacheError as error:
+            found.append(("wrong-layout", f"{what}: {error}"))
+            continue
+        if bad := codec.count_nonfinite(values):
+            found.append(("not-finite", f"{what}: {bad} infinite or NaN values"))
+    return found
+
+
+def _check_manifest(storage: Storage, spec: CacheSpec, records: list[ShardRecord]) -> list[Finding]:
+    try:
+        manifest = Manifest.from_json(storage.read(MANIFEST))
+        if manifest.fingerprint != fingerprint(spec):
+            return [Finding("wrong-settings", MANIFEST, f"sealed under {manifest.fingerprint[:12]}")]
+        content = storage.read(manifest.index) if storage.exists(manifest.index) else b""
+        if checksum(content) != manifest.index_checksum:
+            raise CacheError(f"{manifest.index}: missing, or its crc32c is not {manifest.index_checksum}")
+        table = index.build(records)
+        if manifest.shards != summaries(records, table) or not table.equals(index.from_bytes(content, manifest.index)):
+            raise CacheError("differs from the commit records: run the build again to seal anew")
+    except NotFound:
+        return [Finding("not-sealed", MANIFEST, "the build has not finished; run it again")]
+    except CacheError as error:
+        return [Finding("bad-manifest", MANIFEST, str(error))]
+    return []
