@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from cache_store.errors import CacheError
-
+from model.errors import ModelError
 from pipeline.config import Config, dump_config, load_config
 from pipeline.errors import ConfigError, PipelineError
 
@@ -36,7 +36,7 @@ def run_job(description: str, call: Callable[[Config, bool], int], argv: Sequenc
         return call(config, args.dry_run)
     except ConfigError as error:
         return _fail(error, EXIT_BAD_CONFIG)
-    except (PipelineError, CacheError) as error:
+    except (PipelineError, CacheError, ModelError) as error:
         return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         print("interrupted: run the same command to continue", file=sys.stderr)

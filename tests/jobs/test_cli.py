@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cache_store.errors import CacheError
 
+from cache_store.errors import CacheError
 from jobs.cli import run_job
+from model.errors import ModelError
 from pipeline.config import Config
 from pipeline.errors import ConfigError, PipelineError
 
@@ -29,6 +30,7 @@ def test_call_gets_config_and_dry_run() -> None:
         (ConfigError("bad"), 2),
         (PipelineError("broke"), 1),
         (CacheError("broke"), 1),
+        (ModelError("broke"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
