@@ -1,0 +1,59 @@
+"""Naming the culprit of a non-finite loss: step, sample, term, and the captured layer when the input is to blame."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from cache_store.dataset import CacheBatch
+from model.anchors import Blocks
+from model.losses import DrafterInputs, LossOutput
+
+
+def describe_loss(
+    batch: CacheBatch,
+    inputs: DrafterInputs,
+    output: LossOutput,
+    evaluate: Callable[[DrafterInputs], LossOutput],
+) -> str:
+    """One line about a micro-batch whose loss is not finite; evaluates the samples one by one to find which."""
+    culprits = []
+    for row, sample_id in enumerate(batch.sample_ids):
+        alone = evaluate(_one_row(inputs, row))
+        if not torch.isfinite(alone.total):
+            culprits.append(f"{sample_id} ({_cause(batch, row, alone)})")
+    if not culprits:
+        culprits = [f"none alone, together {', '.join(batch.sample_ids)} ({', '.join(_bad_terms(output))})"]
+    return f"step {batch.step}: the loss is {float(output.total)}; samples: {'; '.join(culprits)}"
+
+
+def _cause(batch: CacheBatch, row: int, output: LossOutput) -> str:
+    length = int(batch.lengths[row])
+    width = batch.last_hidden_state.shape[-1]
+    captured = torch.isfinite(batch.hidden_states[row, :length]).unflatten(-1, (-1, width)).all(dim=-1).all(dim=0)
+    broken = [f"captured layer #{index}" for index, finite in enumerate(captured.tolist()) if not finite]
+    if not torch.isfinite(batch.last_hidden_state[row, :length]).all():
+        broken.append("last hidden state")
+    terms = f"terms {', '.join(_bad_terms(output))}"
+    return f"non-finite input in {', '.join(broken)}; {terms}" if broken else f"its input is finite; {terms}"
+
+
+def _bad_terms(output: LossOutput) -> list[str]:
+    names = ("ce_loss", "l1_loss", "confidence_loss")
+    return [name for name in names if f"{name}/num" in output.metrics and not output.metrics[f"{name}/num"].isfinite()]
+
+
+def _one_row(inputs: DrafterInputs, row: int) -> DrafterInputs:
+    blocks, chosen = inputs.blocks, inputs.blocks.rows == row
+    values = {}
+    for field in dataclasses.fields(Blocks):
+        value = getattr(blocks, field.name)
+        values[field.name] = value[chosen] if isinstance(value, torch.Tensor) else value
+    values["rows"] = torch.zeros_like(values["rows"])
+    return DrafterInputs(
+        hidden_states_BTC=inputs.hidden_states_BTC[row : row + 1],
+        last_hidden_BTD=inputs.last_hidden_BTD[row : row + 1],
+        blocks=Blocks(**values),
+    )

@@ -1,0 +1,166 @@
+"""A training run resolved and checked before any worker starts: drafter, cache, steps, and what must not change."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache_store.identity import fingerprint
+from cache_store.reader import CacheReader
+from cache_store.schema import CacheSpec
+from cache_store.storage import Storage, open_storage
+from model.config import DrafterConfig, DrafterShape
+from model.errors import ModelError
+from model.losses import LossConfig
+from pipeline.config import Config, TrainingSection
+from pipeline.engines.hf import resolve_mask_token, resolve_target, target_facts, tokenizer_of, worker_section
+from pipeline.errors import ConfigError
+from pipeline.train.schedule import total_steps
+
+# Recipe fields that a resumed run must keep. The rest (workers, micro-batches, ZeRO stage, logging) may change.
+_KEPT = (
+    "seed",
+    "epochs",
+    "global_batch_size",
+    "num_anchors",
+    "max_length",
+    "lr",
+    "weight_decay",
+    "warmup_ratio",
+    "gradient_clip",
+    "precision",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingJob:
+    """Everything a worker needs; paths are absolute, and it travels to other processes."""
+
+    config: Config
+    storage: Storage
+    drafter: DrafterConfig
+    loss: LossConfig
+    cache: CacheSpec
+    num_samples: int
+    total_steps: int
+    recipe: dict[str, Any]
+    """Flat: field -> value; a checkpoint of another recipe is refused."""
+
+    @property
+    def training(self) -> TrainingSection:
+        """The recipe's section of the config."""
+        return self.config.training
+
+    @property
+    def output(self) -> Path:
+        """Folder of the run."""
+        return Path(self.training.output)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.output / "checkpoints"
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the exported drafter says about where it comes from."""
+        identity = {f"cache.{name}": value for name, value in self.cache.identity.items()}
+        return {"cache_fingerprint": fingerprint(self.cache), **identity, "recipe": self.recipe}
+
+
+def prepare_job(config: Config) -> TrainingJob:
+    """Read the target's config and the cache's manifest, compare them, and resolve the drafter.
+
+    Raises ConfigError when the config, target and cache disagree, and CacheError when the cache cannot be used.
+    """
+    storage = open_storage(config.cache.url, endpoint_url=config.cache.endpoint_url)
+    reader = CacheReader(storage, verify=config.cache.verify)
+    if len(reader) == 0:
+        raise ConfigError(f"cache.url {config.cache.url} holds no samples; see its rejects: cache_store inspect")
+    drafter = drafter_config(config)
+    check_cache(reader.spec, drafter, config.cache.url)
+    training = config.training
+    absolute = config.model_copy(
+        update={
+            "target": worker_section(config.target),
+            "training": training.model_copy(update={"output": str(Path(training.output).absolute())}),
+        }
+    )
+    return TrainingJob(
+        config=absolute,
+        storage=storage,
+        drafter=drafter,
+        loss=LossConfig(**training.loss.model_dump(), rows_per_chunk=training.loss_rows_per_chunk),
+        cache=reader.spec,
+        num_samples=len(reader),
+        total_steps=total_steps(len(reader), training.epochs, training.global_batch_size),
+        recipe=recipe_of(training, drafter, reader),
+    )
+
+
+def drafter_config(config: Config) -> DrafterConfig:
+    """The drafter of a config: its own section, the captured layers, and the target's config.json.
+
+    Raises ConfigError naming what does not fit.
+    """
+    section = config.drafter
+    local = config.target.model_copy(update={"path": str(resolve_target(config.target))})
+    facts = target_facts(local.path)
+    named = isinstance(section.mask_token, str)
+    mask_token = resolve_mask_token(
+        section.mask_token, tokenizer_of(local) if named else None, int(facts["vocab_size"])
+    )
+    try:
+        return DrafterConfig.from_target(
+            facts,
+            shape=DrafterShape(
+                target_layer_ids=config.extraction.layer_ids,
+                mask_token_id=mask_token,
+                block_size=section.block_size,
+                num_draft_layers=section.num_draft_layers,
+                markov_head_type=section.markov_head,
+                markov_rank=section.markov_rank,
+                enable_confidence_head=section.confidence_head,
+                confidence_head_with_markov=section.confidence_with_markov,
+                sample_from_anchor=section.sample_from_anchor,
+                intermediate_size=section.intermediate_size,
+                num_attention_heads=section.num_attention_heads,
+                num_key_value_heads=section.num_key_value_heads,
+                head_dim=section.head_dim,
+            ),
+        )
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_cache(cache: CacheSpec, drafter: DrafterConfig, url: str) -> None:
+    """Refuse a cache that was built from another target or with other layers.
+
+    Raises ConfigError naming every field that differs, with both values.
+    """
+    pairs = (
+        ("layer_ids", list(cache.layer_ids), list(drafter.target_layer_ids)),
+        ("hidden_size", cache.hidden_size, drafter.hidden_size),
+        ("num_target_layers", cache.num_target_layers, drafter.num_target_layers),
+        ("vocab_size", cache.vocab_size, drafter.vocab_size),
+    )
+    different = [
+        f"{name} is {stored} in the cache, {wanted} here" for name, stored, wanted in pairs if stored != wanted
+    ]
+    if different:
+        raise ConfigError(
+            f"{url} does not fit target and extraction.layer_ids: {'; '.join(different)}; train with the config that "
+            "built the cache, or build another cache"
+        )
+
+
+def recipe_of(training: TrainingSection, drafter: DrafterConfig, reader: CacheReader) -> dict[str, Any]:
+    """What must stay the same within a run, as flat JSON."""
+    values = training.model_dump(mode="json")
+    recipe = {f"training.{name}": values[name] for name in _KEPT}
+    recipe |= {f"training.loss.{name}": value for name, value in values["loss"].items()}
+    recipe |= {f"drafter.{name}": value for name, value in drafter.to_dict().items()}
+    ids = hashlib.sha256("\n".join(reader.ids).encode()).hexdigest()
+    return recipe | {"cache.fingerprint": fingerprint(reader.spec), "cache.samples": len(reader), "cache.ids": ids}
