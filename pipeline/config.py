@@ -180,6 +180,12 @@ class EvaluationSection(Section):
     temperatures: tuple[float, ...] = (0.0, 1.0)
     compare_untrained: bool = True
     """Measure the same drafter before training beside the trained one."""
+    target_prompts_per_domain: int | None = Field(default=None, gt=0)
+    """Prompts per domain that the target also decodes alone, for its own speed and for equality; null: all."""
+    allow_mismatch: bool = False
+    """Only warn when target, tokenizer or template differ from those that the drafter was trained for."""
+    stall_timeout_s: float = Field(default=1800.0, gt=0)
+    """No finished prompt for this long means that the actors hang: stop with a message."""
     num_actors: int = Field(default=1, gt=0)
     cpus_per_actor: float = Field(default=1.0, gt=0)
     gpus_per_actor: float = Field(default=0.0, ge=0)

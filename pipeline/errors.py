@@ -21,3 +21,7 @@ class BuildFailed(PipelineError):
 
 class TrainingFailed(PipelineError):
     """Training stopped; the last complete checkpoint is kept and the same command continues from it."""
+
+
+class EvaluationFailed(PipelineError):
+    """An evaluation could not be finished, or found that speculation changes the target's output."""
