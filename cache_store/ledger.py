@@ -109,7 +109,7 @@ def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
         num_bytes=sum(record.num_bytes for record in records),
         duplicates=sum(record.num_samples for record in records) - len(ids),
         rejected=len(rejected),
-        rejects=_count_rejects(rejected.values()),
+        rejects=count_rejects(rejected.values()),
         index=index.object_name(content),
         index_checksum=checksum(content),
         shards=summaries(records, table),
@@ -134,7 +134,8 @@ def _check_complete(storage: Storage, expected: set[str], found: set[str]) -> No
     )
 
 
-def _count_rejects(rejects: Iterable[Reject]) -> dict[str, dict[str, int]]:
+def count_rejects(rejects: Iterable[Reject]) -> dict[str, dict[str, int]]:
+    """stage -> reason -> count, both in alphabetical order."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for reject in rejects:
         counts[reject.stage][reject.reason] += 1
