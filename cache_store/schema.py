@@ -114,6 +114,12 @@ def _problems(spec: CacheSpec) -> list[str]:
         )
     if not isinstance(spec.identity, dict) or not all(isinstance(key, str) for key in spec.identity):
         problems.append(f"identity is {type(spec.identity).__name__}, wanted an object with string keys")
+        return problems
+    for key, value in spec.identity.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problems.append(f"identity.{key} is not JSON: {error}")
     return problems
 
 
