@@ -171,7 +171,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def checksum(tensor: Tensor) -> int:
     """crc32 of a tensor's bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _problem(path: Path) -> str | None:

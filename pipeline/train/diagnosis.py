@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ def describe_loss(
             culprits.append(f"{sample_id} ({_cause(batch, row, alone)})")
     if not culprits:
         culprits = [f"none alone, together {', '.join(batch.sample_ids)} ({', '.join(_bad_terms(output))})"]
-    return f"step {batch.step}: the loss is {float(output.total)}; samples: {'; '.join(culprits)}"
+    return f"step {batch.step}: the loss is {float(output.total.detach())}; samples: {'; '.join(culprits)}"
 
 
 def _cause(batch: CacheBatch, row: int, output: LossOutput) -> str:
@@ -47,7 +48,7 @@ def _bad_terms(output: LossOutput) -> list[str]:
 
 def _one_row(inputs: DrafterInputs, row: int) -> DrafterInputs:
     blocks, chosen = inputs.blocks, inputs.blocks.rows == row
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(Blocks):
         value = getattr(blocks, field.name)
         values[field.name] = value[chosen] if isinstance(value, torch.Tensor) else value

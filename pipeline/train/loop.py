@@ -7,6 +7,7 @@ local Σw·loss · ranks · micro-batches / global Σw, so after the engine's ow
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -99,11 +100,13 @@ class _Interval:
         self.wait = 0.0
         self.started = time.perf_counter()
 
-    def add(self, batch: CacheBatch, metrics: dict[str, Tensor]) -> None:
+    def add(self, batch: CacheBatch, metrics: dict[str, Tensor], *, silent: bool) -> None:
+        """`silent`: the block was made up, so only the metrics' names count."""
         self.samples += len(batch.sample_ids)
         self.tokens += int(batch.lengths.sum())
         self.names = sorted(metrics)
         values = torch.stack([metrics[name].detach() for name in self.names]).double()
+        values = torch.zeros_like(values) if silent else values
         self.sums = values if self.sums is None else self.sums + values
 
     def reduce(self, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> dict[str, float]:
@@ -179,11 +182,12 @@ class TrainingLoop:
     def _micro_batch(self, batch: CacheBatch, plan: StepPlan, weight: float) -> str | None:
         config, engine = self._config, self._parts.engine
         keys = zip(batch.epochs.tolist(), batch.positions.tolist(), strict=True)
-        inputs = make_inputs(batch, [plan.anchors[key] for key in keys], config)
+        anchors = [plan.anchors[key] for key in keys]
+        inputs = make_inputs(batch, anchors, config)
         output = engine.forward(inputs)
-        self._interval.add(batch, output.metrics)
+        self._interval.add(batch, output.metrics, silent=not any(len(drawn) for drawn in anchors))
         failure = None
-        if not math.isfinite(float(output.total)):
+        if not math.isfinite(float(output.total.detach())):
             failure = describe_loss(batch, inputs, output, engine.evaluate)
         # Also after a failure: the other ranks wait in this step's collectives.
         engine.backward(output.total * (config.world_size * config.micro_batches / weight))
@@ -205,10 +209,30 @@ class TrainingLoop:
 
 
 def make_inputs(batch: CacheBatch, anchors: Sequence[np.ndarray], config: LoopConfig) -> DrafterInputs:
-    """A micro-batch on the device; `anchors[b]` are those of row b."""
+    """A micro-batch on the device; `anchors[b]` are those of row b. Without any anchor: `silent_inputs`."""
+    if not any(len(drawn) for drawn in anchors):
+        return silent_inputs(batch, config)
     blocks = build_blocks(batch.input_ids, batch.loss_mask, anchors, config.drafter, config.decay_gamma)
     return DrafterInputs(
         hidden_states_BTC=batch.hidden_states.to(config.device, non_blocking=True),
         last_hidden_BTD=batch.last_hidden_state.to(config.device, non_blocking=True),
         blocks=blocks.to(config.device),
+    )
+
+
+def silent_inputs(batch: CacheBatch, config: LoopConfig) -> DrafterInputs:
+    """One made-up block of weight 0, for a rank without anchors: loss 0, every gradient exactly 0.
+
+    ZeRO 2 reduces gradients by their place in a bucket, in the order in which backward finishes them, so all ranks
+    must run the same graph. A loss of another shape, for instance a bare zero, mixes up the parameters' gradients.
+    """
+    ids_BT = torch.zeros(1, 2, dtype=torch.int64)
+    blocks = build_blocks(ids_BT, ids_BT == 0, [np.zeros(1, np.int64)], config.drafter, config.decay_gamma)
+    silent = dataclasses.replace(
+        blocks, supervised=torch.zeros_like(blocks.supervised), weights=torch.zeros_like(blocks.weights)
+    )
+    return DrafterInputs(
+        hidden_states_BTC=batch.hidden_states.new_zeros(1, 2, batch.hidden_states.shape[-1]).to(config.device),
+        last_hidden_BTD=batch.last_hidden_state.new_zeros(1, 2, batch.last_hidden_state.shape[-1]).to(config.device),
+        blocks=silent.to(config.device),
     )

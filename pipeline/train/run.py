@@ -167,7 +167,7 @@ def _trainer(job: TrainingJob) -> TorchTrainer:
             name="ray",
             storage_path=str(job.output),
             failure_config=FailureConfig(max_failures=training.max_failures),
-            worker_runtime_env={"env_vars": environment},
+            worker_runtime_env={"env_vars": environment},  # type: ignore[call-arg]  # typed as the old class
         ),
     )
 

@@ -17,6 +17,6 @@ def lr_at(step: int, *, total: int, peak: float, warmup_ratio: float) -> float:
     """
     warmup = math.ceil(warmup_ratio * total)
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * ((step + 1) / warmup)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
