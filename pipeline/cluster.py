@@ -32,11 +32,14 @@ def ray_session(section: ClusterSection) -> Iterator[None]:
     """
     import ray
 
+    # Else a thread that outlives the session, after a stall or a signal, would start another Ray behind our back.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    ray._private.auto_init_hook.enable_auto_connect = False
     _silence()
     if ray.is_initialized():
         yield
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = section.address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, **quiet)

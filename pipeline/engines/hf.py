@@ -180,7 +180,8 @@ def load_target(section: TargetSection, device: str | torch.device, *, with_head
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"target.path {section.path}: transformers cannot load it: {error}") from error
-    return model.to(device).eval().requires_grad_(False)
+    frozen: torch.nn.Module = model
+    return frozen.to(device).eval().requires_grad_(False)
 
 
 class LayerTap:
@@ -292,6 +293,7 @@ class HfVerifier:
 
     def __init__(self, model: torch.nn.Module, layer_ids: Sequence[int]) -> None:
         self._model = model
+        self._config: Any = model.config
         self._tap = LayerTap(model.get_decoder(), layer_ids)  # type: ignore[operator]
         self._cache: Any = None
 
@@ -299,7 +301,7 @@ class HfVerifier:
         """Forget everything and run the prompt."""
         from transformers import DynamicCache
 
-        self._cache = DynamicCache(config=self._model.config)
+        self._cache = DynamicCache(config=self._config)
         return self.extend(prompt_ids)
 
     def extend(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,4 +317,6 @@ class HfVerifier:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens of the cache."""
-        self._cache.crop(length)
+        excess = self._cache.get_seq_length() - length
+        if excess > 0:
+            self._cache.crop(-excess)

@@ -1,0 +1,303 @@
+"""Checks before the fleet starts: storage, space, and a few prompts through the whole path, engine to reader.
+
+The cheap checks on the target are in identity.check_target. What the engine part proved is kept in
+`<cache>/preflight.json` under the cache's fingerprint, so a resumed build does not repeat it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cache_store.errors import CacheError
+from cache_store.identity import fingerprint
+from cache_store.reader import CacheReader
+from cache_store.schema import CacheSpec
+from cache_store.storage import Storage, open_storage
+from cache_store.writer import CacheWriter, create_cache
+from pipeline.chat import Chat, RenderError
+from pipeline.cluster import has_accelerators, session_logs, watch
+from pipeline.config import Config, TargetSection
+from pipeline.engines import hf
+from pipeline.errors import PreflightFailed
+from pipeline.extract import to_sample
+from pipeline.identity import CheckedTarget
+from pipeline.prompt_store import SpooledPrompts, iterate_spooled
+from pipeline.prompts import Prompt
+from pipeline.regenerate import Engine
+from pipeline.turns import REQUEST_SCHEMA, to_answers
+
+if TYPE_CHECKING:
+    import torch
+
+RECORD = "preflight.json"
+PROBE_PROMPTS = 3
+PROBE_TOKENS = 64
+# Share of greedy tokens that argmax(lm_head(last hidden)) must give again. Two bf16 engines disagree at near ties
+# (measured: 501 of 512 agree on the demo target); a state from the wrong side of the norm agrees far less.
+MIN_AGREEMENT = {"bfloat16": 0.9, "float32": 0.98}
+# Largest relative distance between the extracted last hidden state and norm(output of the last layer), computed in
+# another batch: bf16 noise is below 0.02, the un-normed state is several times itself away.
+MAX_NORM_ERROR = 0.1
+_SAMPLED_PROMPTS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathReport:
+    """What the one-prompt path proved."""
+
+    prompts: int
+    tokens: int
+    supervised: int
+    agreement: float
+    """argmax(lm_head(last hidden)) equals the engine's greedy token, share of supervised tokens."""
+    agreement_unnormed: float
+    """The same without the final norm: what a wrong tensor would give."""
+    norm_error: float
+
+
+def check_space(
+    config: Config, storage: Storage, spec: CacheSpec, target: CheckedTarget, spooled: SpooledPrompts
+) -> int:
+    """Bytes that the cache will take at most; prompt lengths from a sample, answers at their limit.
+
+    Raises PreflightFailed when fewer are free, unless `cache.ignore_free_space`.
+    """
+    if config.cache.ignore_free_space:
+        return 0
+    from cache_store.estimate import estimate_bytes
+
+    prompt_tokens, turns = _prompt_tokens(target.chat, spooled)
+    count = spooled.counts.accepted
+    answer = config.generation.sampling.max_new_tokens * turns
+    per_sample = min(prompt_tokens + answer, float(config.max_length))
+    estimate = estimate_bytes(spec, round(per_sample * count), min(1.0, answer / per_sample))
+    free = storage.free_bytes()
+    if free is not None and estimate.stored_bytes > free and not config.cache.ignore_free_space:
+        raise PreflightFailed(
+            f"cache.url {config.cache.url}: {free / 2**30:.1f} GiB free, up to {estimate.stored_bytes / 2**30:.1f} GiB "
+            f"needed for {count:,} prompts; free some, choose another place, or set cache.ignore_free_space=true"
+        )
+    return estimate.stored_bytes
+
+
+def _prompt_tokens(chat: Chat, spooled: SpooledPrompts) -> tuple[float, float]:
+    """Mean prompt tokens (all user turns) and mean turns, over an evenly spaced sample."""
+    step = max(1, spooled.counts.accepted // _SAMPLED_PROMPTS)
+    lengths, turns = [], []
+    for number, (system, users) in enumerate(iterate_spooled(spooled)):
+        if number % step:
+            continue
+        turns.append(len(users))
+        try:
+            lengths.append(sum(len(chat.prompt_ids(system, [user], [])) for user in users))
+        except RenderError:
+            continue  # such rows are rejected, with the reason, when their turn comes
+    return (float(np.mean(lengths)) if lengths else 0.0), float(np.mean(turns))
+
+
+def rendered_prompts(chat: Chat, prompts: Sequence[Prompt]) -> list[str]:
+    """The first turn of each prompt as the target sees it. Raises PreflightFailed when none can be rendered."""
+    texts, problems = [], []
+    for prompt in prompts:
+        try:
+            texts.append(chat.text(prompt.system, prompt.users[:1], []))
+        except RenderError as error:
+            problems.append(str(error))
+    if not texts:
+        raise PreflightFailed(f"none of the first {len(prompts)} prompts can be rendered; {problems[0]}")
+    return texts
+
+
+def passed_before(storage: Storage, spec: CacheSpec) -> bool:
+    """Whether the engine part already passed for exactly these settings."""
+    return storage.exists(RECORD) and json.loads(storage.read(RECORD)).get("fingerprint") == fingerprint(spec)
+
+
+def check_path(
+    config: Config,
+    storage: Storage,
+    spec: CacheSpec,
+    target: CheckedTarget,
+    texts: Sequence[str],
+    engine: Callable[[], Engine],
+) -> PathReport:
+    """A few prompts through everything: greedy engine tokens, extraction, norm check, shard, reader; then recorded.
+
+    Raises PreflightFailed saying which link does not hold.
+    """
+    import ray
+
+    prompts = [ids for text in texts if len(ids := target.chat.encode(text)) + 2 <= config.max_length]
+    if not prompts:
+        raise PreflightFailed(f"none of the first prompts fits into max_length {config.max_length}")
+    answers = _greedy_answers(config, prompts, engine())
+    gpus = config.extraction.gpus_per_actor if has_accelerators() else 0
+    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(probe)
+    try:
+        report: PathReport = ray.get(task.remote(target.section, spec, answers))
+    except ray.exceptions.RayTaskError as error:
+        raise PreflightFailed(_one_line(error)) from error
+    record = {"fingerprint": fingerprint(spec), **asdict(report)}
+    storage.put(RECORD, (json.dumps(record, indent=1) + "\n").encode("utf-8"))
+    return report
+
+
+def _greedy_answers(config: Config, prompts: Sequence[Sequence[int]], engine: Engine) -> list[tuple[list[int], int]]:
+    """(prompt + greedy tokens, prompt length) of each prompt."""
+    import pyarrow as pa
+    import ray
+
+    rows = [
+        {
+            "sample_id": str(number),
+            "turn": 0,
+            "tokenized_prompt": list(ids),
+            "max_tokens": min(PROBE_TOKENS, config.max_length - len(ids)),
+            "seed": 0,
+            "carry": "{}",
+        }
+        for number, ids in enumerate(prompts)
+    ]
+    requests = ray.data.from_arrow(pa.Table.from_pylist(rows, schema=REQUEST_SCHEMA))
+    dataset = engine(requests).map_batches(to_answers, batch_size=None, batch_format="pyarrow")
+    found: dict[int, list[int]] = {}
+    try:
+        for row in watch(dataset, stage="preflight", stall_timeout_s=config.generation.stall_timeout_s):
+            if row is not None:
+                _check_answer(row, prompts[int(row["sample_id"])])
+                found[int(row["sample_id"])] = list(row["generated_tokens"])
+    except ray.exceptions.RayError as error:
+        raise PreflightFailed(
+            f"the engine does not start or run: {_one_line(error)}; logs: {session_logs()}"
+        ) from error
+    return [([*prompts[number], *found[number]], len(prompts[number])) for number in sorted(found)]
+
+
+def _check_answer(row: dict[str, Any], prompt: Sequence[int]) -> None:
+    if row["__inference_error__"]:
+        raise PreflightFailed(f"the engine refused a prompt: {row['__inference_error__']}")
+    if list(row["prompt_token_ids"]) != list(prompt):
+        raise PreflightFailed(
+            f"the engine saw {len(row['prompt_token_ids'])} prompt tokens that are not the {len(prompt)} it was given"
+        )
+    if not len(row["generated_tokens"]):
+        raise PreflightFailed("the engine generated no token")
+
+
+def _one_line(error: BaseException) -> str:
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(cause).__name__
+
+
+# --- in a worker -----------------------------------------------------------------------------------------------------
+
+
+def probe(section: TargetSection, spec: CacheSpec, answers: Sequence[tuple[list[int], int]]) -> PathReport:
+    """Extract the answers, check the norm and the greedy tokens, write and read them back as a cache of their own."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = hf.load_target(section, device)
+    extractor = hf.HiddenStateExtractor(model, spec.layer_ids, tokens_per_batch=4096)
+    states = sorted(extractor.extract([ids for ids, _ in answers]), key=lambda item: item.index)
+    report = check_states(model, states, answers, MIN_AGREEMENT[section.dtype])
+    check_round_trip(spec, states, answers)
+    return report
+
+
+def check_states(
+    model: torch.nn.Module,
+    states: Sequence[hf.SequenceStates],
+    answers: Sequence[tuple[list[int], int]],
+    min_agreement: float,
+) -> PathReport:
+    """Compare the states with the greedy tokens and with the final norm. Raises PreflightFailed."""
+    import torch
+
+    head, norm = model.get_output_embeddings(), model.get_decoder().norm  # type: ignore[operator]
+    hits = raw_hits = total = 0
+    norm_error = 0.0
+    for item, (ids, prompt_length) in zip(states, answers, strict=True):
+        parameter = next(head.parameters())
+        last_TD = torch.from_numpy(item.last_hidden_state).view(torch.bfloat16).to(parameter)
+        raw_TD = _last_layer_output(model, ids)
+        normed_TD = norm(raw_TD)
+        norm_error = max(norm_error, float((last_TD - normed_TD).float().norm() / normed_TD.float().norm()))
+        labels = torch.tensor(ids[prompt_length:], device=parameter.device)
+        rows = slice(prompt_length - 1, len(ids) - 1)
+        with torch.inference_mode():
+            hits += int((head(last_TD[rows]).argmax(-1) == labels).sum())
+            raw_hits += int((head(raw_TD[rows]).argmax(-1) == labels).sum())
+        total += len(labels)
+    if norm_error > MAX_NORM_ERROR:
+        raise PreflightFailed(
+            f"the last hidden state is not the one after the final norm: relative distance {norm_error:.3f}, "
+            f"wanted at most {MAX_NORM_ERROR}"
+        )
+    if hits < min_agreement * total:
+        raise PreflightFailed(
+            f"argmax of lm_head(last hidden state) gives {hits} of {total} greedy tokens of the engine, wanted "
+            f"{min_agreement:.0%}: engine and transformers do not run the same model, or the norm is wrong"
+        )
+    return PathReport(
+        prompts=len(answers),
+        tokens=sum(len(ids) for ids, _ in answers),
+        supervised=total,
+        agreement=hits / total,
+        agreement_unnormed=raw_hits / total,
+        norm_error=norm_error,
+    )
+
+
+def _last_layer_output(model: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    """Output [T,D] of the last decoder layer, before the final norm."""
+    import torch
+
+    decoder = model.get_decoder()  # type: ignore[operator]
+    tap = hf.LayerTap(decoder, [len(decoder.layers) - 1])
+    try:
+        with torch.inference_mode():
+            decoder(input_ids=torch.tensor([list(ids)], device=next(model.parameters()).device), use_cache=False)
+        return tap.take()[0][0]
+    finally:
+        tap.close()
+
+
+def check_round_trip(
+    spec: CacheSpec, states: Sequence[hf.SequenceStates], answers: Sequence[tuple[list[int], int]]
+) -> None:
+    """Write the samples to a cache in a temporary folder and read them back: shapes, dtypes, finiteness, mask.
+
+    Raises PreflightFailed.
+    """
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        storage = open_storage(str(Path(folder)))
+        try:
+            create_cache(storage, spec)
+            with CacheWriter(storage, spec) as writer:
+                for item, (ids, prompt_length) in zip(states, answers, strict=True):
+                    row = {
+                        "sample_id": str(item.index),
+                        "token_ids": ids,
+                        "spans": [(prompt_length, len(ids))],
+                        "metadata": "{}",
+                    }
+                    writer.write(to_sample(row, item))
+            reader = CacheReader(storage, allow_unsealed=True)
+            for item, (ids, prompt_length) in zip(states, answers, strict=True):
+                sample = reader.read_id(str(item.index))
+                supervised = np.flatnonzero(sample.loss_mask)
+                if list(sample.input_ids) != list(ids) or list(supervised) != list(range(prompt_length, len(ids))):
+                    raise PreflightFailed("the cache does not give back the tokens and exactly the generated ones")
+                if not np.array_equal(sample.hidden_states, item.hidden_states):
+                    raise PreflightFailed("the cache does not give back the hidden states bit for bit")
+        except CacheError as error:
+            raise PreflightFailed(f"a probe sample cannot be stored: {error}") from error
