@@ -1,0 +1,39 @@
+"""What the spawned ranks run: several whole runs one after another in one process, because starting one is slow."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.train.checkpoint import step_folder
+from pipeline.train.loop import LoopResult
+from pipeline.train.recipe import prepare_job
+from pipeline.train.worker import run_rank
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Start `config` from another run's checkpoint alone, as if that run had been killed after `step`."""
+
+    source: Config
+    step: int
+
+
+def checkpoint_of(config: Config, step: int) -> Path:
+    return step_folder(Path(config.training.output) / "checkpoints", step)
+
+
+def train_all(configs: list[Config], origins: dict[int, Continuation] | None = None) -> list[LoopResult]:
+    """Run each config on the ranks of this group; `origins[i]`: where config i continues."""
+    results = []
+    for number, config in enumerate(configs):
+        origin = (origins or {}).get(number)
+        if origin is not None and dist.get_rank() == 0:
+            shutil.copytree(checkpoint_of(origin.source, origin.step), checkpoint_of(config, origin.step))
+        dist.barrier()
+        results.append(run_rank(prepare_job(config)))
+    return results
