@@ -10,13 +10,17 @@ from collections.abc import Sequence
 
 from jobs.cli import EXIT_OK, run_job
 from pipeline.config import Config
+from pipeline.plan import assumed_plan
 from pipeline.train.recipe import prepare_job
 from pipeline.train.run import describe, run_training
 
 
 def train(config: Config, dry_run: bool) -> int:
     """Train, or with `dry_run` check everything and say what would run."""
-    print(describe(prepare_job(config)) if dry_run else run_training(config).text())
+    if dry_run:
+        print(assumed_plan(config) or describe(prepare_job(config)))
+    else:
+        print(run_training(config).text())
     return EXIT_OK
 
 

@@ -24,6 +24,7 @@ from pipeline.engines.vllm import make_engine
 from pipeline.errors import ConfigError
 from pipeline.extract import ExtractRecipe, ExtractReport, extract
 from pipeline.identity import CheckedTarget, check_target, make_spec
+from pipeline.plan import assumed_plan, format_plan, make_plan, target_size
 from pipeline.preflight import (
     PROBE_PROMPTS,
     check_path,
@@ -102,6 +103,9 @@ def run_build(config: Config, *, dry_run: bool = False, engine: EngineFactory | 
     `engine` replaces vLLM (tests). Raises ConfigError, PreflightFailed, BuildFailed, CacheError.
     """
     started = time.monotonic()
+    if dry_run and (assumed := assumed_plan(config)) is not None:
+        _say(assumed)
+        return None
     prepared = prepare(config, dry_run=dry_run)
     if prepared is None:
         return None
@@ -144,6 +148,7 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
         needed = check_space(config, storage, spec, target, spooled)
         _say(f"space: at most {needed / 2**20:,.0f} MiB for the states")
         if dry_run:
+            _say(format_plan(make_plan(config, target_size(config), counts.accepted), config))
             return None
         return _store(config, storage, spec, target, (spooled, texts))
 

@@ -186,6 +186,17 @@ def target_size(config: Config) -> TargetSize:
         raise ConfigError(f"{file}: lacks {error}; wanted the config.json of a decoder-only model") from error
 
 
+def assumed_plan(config: Config) -> str | None:
+    """The price of a run from the `plan` section alone, for a machine that sees neither bucket nor target.
+
+    None when `plan.samples` is not set: then the job looks at the prompts or the cache itself.
+    """
+    if config.plan.samples is None:
+        return None
+    plan = make_plan(config, target_size(config), config.plan.samples)
+    return f"{format_plan(plan, config)}\n  (from the plan section: prompts, bucket and target were not looked at)"
+
+
 def format_bytes(count: float) -> str:
     """Decimal units, as disks and bills have them: `37.94 TB`."""
     for unit in ("B", "kB", "MB", "GB"):
