@@ -30,11 +30,12 @@ def ray_session(section: ClusterSection) -> Iterator[None]:
     With `section.address`, or inside a submitted job (Ray itself sets RAY_ADDRESS there), the cluster is joined;
     otherwise a Ray of `section.embedded_cpus` logical CPUs is started in this process and stopped at the end.
     """
+    # Ray reads these two when it is imported. Without the first, a thread that outlives the session (after a stall or a
+    # signal) would start another Ray behind our back; without the second, Ray's C++ side writes to the job's output.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
 
-    # Else a thread that outlives the session, after a stall or a signal, would start another Ray behind our back.
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    ray._private.auto_init_hook.enable_auto_connect = False
     _silence()
     if ray.is_initialized():
         yield

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cache_store.errors import CacheError
+from cache_store.estimate import estimate_bytes
 from cache_store.identity import fingerprint
 from cache_store.reader import CacheReader
 from cache_store.schema import CacheSpec
@@ -69,10 +70,6 @@ def check_space(
 
     Raises PreflightFailed when fewer are free, unless `cache.ignore_free_space`.
     """
-    if config.cache.ignore_free_space:
-        return 0
-    from cache_store.estimate import estimate_bytes
-
     prompt_tokens, turns = _prompt_tokens(target.chat, spooled)
     count = spooled.counts.accepted
     answer = config.generation.sampling.max_new_tokens * turns
