@@ -150,7 +150,7 @@ def load_case(name: str) -> Case:
 
 
 def max_error(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
 
 
 def grads_of(drafter: DSparkDrafter, total: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,145 @@
+"""The chunked [rows, V] work: equal to the formula for any chunk size, in bf16 too, and small in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model.chunked_loss import DraftRows, RowTerms, SlotTargets, chunked_rows
+from model.losses import dspark_loss, reference_loss
+from model.target_heads import TargetHeads
+from tests.golden_data import grads_of, load_case, max_error
+
+V, D, M = 300, 6, 4
+
+
+def problem(row_of_slot: list[int], dtype: torch.dtype) -> tuple[DraftRows, SlotTargets, TargetHeads]:
+    generator = torch.Generator().manual_seed(len(row_of_slot))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    slots = len(row_of_slot)
+    rows = torch.unique(torch.tensor(row_of_slot), return_inverse=True)[1]
+    draft = DraftRows(
+        draw(slots, D).requires_grad_(True), draw(slots, M).requires_grad_(True), draw(V, M).requires_grad_(True)
+    )
+    target = SlotTargets(
+        last_hidden_UD=draw(int(rows.max()) + 1, D),
+        row_of_slot=rows,
+        labels=torch.randint(0, V, (slots,), generator=generator),
+        weights=torch.rand(slots, generator=generator),
+    )
+    return draft, target, TargetHeads.from_tensors(draw(V, D), draw(V, D))
+
+
+def formula(
+    draft: DraftRows, target: SlotTargets, heads: TargetHeads, terms: RowTerms
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert draft.features_RM is not None
+    assert draft.w2_VM is not None
+    logits = heads.logits(draft.hidden_RD) + draft.features_RM @ draft.w2_VM.T
+    p = heads.logits(target.last_hidden_UD).softmax(-1)[target.row_of_slot]
+    ce = torch.nn.functional.cross_entropy(logits, target.labels, reduction="none")
+    l1 = (logits.softmax(-1) - p).abs().sum(-1)
+    return ce, l1, (target.weights * (terms.ce * ce + terms.l1 * l1)).sum()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=70), st.integers(1, 80), st.sampled_from([(0.1, 0.9), (1.0, 0.0)])
+)
+def test_any_sharing_and_any_chunk_size_equal_the_formula(
+    row_of_slot: list[int], rows_per_chunk: int, weights: tuple[float, float]
+) -> None:
+    draft, target, heads = problem(row_of_slot, torch.float64)
+    terms = RowTerms(*weights, rows_per_chunk=rows_per_chunk)
+    ours, exact = chunked_rows(draft, target, heads, terms), formula(draft, target, heads, terms)
+    leaves = (draft.hidden_RD, draft.features_RM, draft.w2_VM)
+    for a, b in zip(ours, exact, strict=True):
+        assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+    scale = 3.5  # whatever the caller multiplies the sum with
+    for a, b in zip(
+        torch.autograd.grad(ours[2] * scale, leaves), torch.autograd.grad(exact[2] * scale, leaves), strict=True
+    ):
+        assert torch.allclose(a.double(), b.double(), atol=2e-5)
+
+
+def test_no_markov_head() -> None:
+    draft, target, heads = problem(list(range(20)), torch.float32)
+    plain = DraftRows(draft.hidden_RD, None, None)
+    zero = DraftRows(draft.hidden_RD, torch.zeros_like(draft.features_RM), draft.w2_VM)
+    terms = RowTerms(0.1, 0.9, rows_per_chunk=7)
+    expected = torch.autograd.grad(chunked_rows(zero, target, heads, terms)[2], draft.hidden_RD)[0]
+    assert torch.allclose(
+        torch.autograd.grad(chunked_rows(plain, target, heads, terms)[2], draft.hidden_RD)[0], expected
+    )
+
+
+def test_without_gradients_the_values_are_the_same() -> None:
+    draft, target, heads = problem(list(range(20)), torch.float32)
+    terms = RowTerms(0.1, 0.9, rows_per_chunk=7)
+    with torch.no_grad():
+        values = chunked_rows(draft, target, heads, terms)
+    assert not values[2].requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(values, chunked_rows(draft, target, heads, terms), strict=True))
+
+
+class LargestRows(TorchFunctionMode):
+    """Records the most rows of [rows, V] that any operation returned, and the rows that were softmaxed as targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.softmax_rows = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == V:
+                self.rows = max(self.rows, len(tensor))
+        if func is torch.softmax:
+            self.softmax_rows += len(result)
+        return result
+
+
+@pytest.mark.parametrize("rows_per_chunk", [7, 16, 50])
+def test_one_chunk_at_a_time_and_every_target_row_once(rows_per_chunk: int) -> None:
+    draft, target, heads = problem([slot // 3 for slot in range(150)], torch.float32)
+    with LargestRows() as seen:
+        chunked_rows(draft, target, heads, RowTerms(0.1, 0.9, rows_per_chunk=rows_per_chunk))
+    assert 0 < seen.rows <= rows_per_chunk
+    assert seen.softmax_rows == 50
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    case = load_case("b7_gated_conf-markov")
+    config = dataclasses.replace(case.loss_config, rows_per_chunk=13)
+    exact = reference_loss(case.drafter, case.heads, case.inputs, config)
+    expected = grads_of(case.drafter, exact.total / exact.weight)
+    case.drafter.bfloat16()
+    heads = case.heads.bfloat16()
+    out = dspark_loss(case.drafter, heads, case.inputs, config)
+    assert out.total.dtype == torch.float32
+    assert float(out.total.detach()) == pytest.approx(float(exact.total.detach()), rel=1e-2)
+    gradients = grads_of(case.drafter, out.total / out.weight)
+    reference = reference_loss(case.drafter, heads, case.inputs, config)
+    same_precision = grads_of(case.drafter, reference.total / reference.weight)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.bfloat16
+        # No further from float32 than plain autograd in the same precision, within its own noise.
+        allowed = 1.5 * max_error(same_precision[name], expected[name]) + 2e-3 * float(expected[name].abs().max())
+        assert max_error(gradient, expected[name]) < allowed, name
+
+
+def test_mixed_precision_heads() -> None:
+    case = load_case("b7_vanilla_conf-markov")
+    exact = dspark_loss(case.drafter, case.heads, case.inputs, case.loss_config)
+    mixed = dspark_loss(case.drafter, case.heads.bfloat16(), case.inputs, case.loss_config)
+    assert float(mixed.total.detach()) == pytest.approx(float(exact.total.detach()), rel=2e-2)
+    assert all(g.dtype == torch.float32 for g in grads_of(case.drafter, mixed.total).values())

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.drafter import DSparkDrafter
+from model.errors import CheckpointError
+from model.export import load_drafter, save_drafter
+from tests.golden_data import drafter_config
+
+LAYER = {
+    "input_layernorm.weight": [64],
+    "post_attention_layernorm.weight": [64],
+    "self_attn.q_proj.weight": [64, 64],
+    "self_attn.k_proj.weight": [32, 64],
+    "self_attn.v_proj.weight": [32, 64],
+    "self_attn.o_proj.weight": [64, 64],
+    "self_attn.q_norm.weight": [16],
+    "self_attn.k_norm.weight": [16],
+    "mlp.gate_proj.weight": [128, 64],
+    "mlp.up_proj.weight": [128, 64],
+    "mlp.down_proj.weight": [64, 128],
+}
+# Names and shapes of the released layout at this size (vLLM's and SGLang's loaders want exactly these).
+RELEASED = {
+    "fc.weight": [64, 192],
+    "hidden_norm.weight": [64],
+    "norm.weight": [64],
+    "markov_head.markov_w1.weight": [199, 8],
+    "markov_head.markov_w2.weight": [199, 8],
+    "confidence_head.proj.weight": [1, 72],
+    "confidence_head.proj.bias": [1],
+    **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()},
+}
+RELEASED_CONFIG = {
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 199,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "layer_types": ["full_attention", "full_attention"],
+    "target_layer_ids": [1, 3, 5],
+    "num_target_layers": 8,
+    "block_size": 7,
+    "mask_token_id": 190,
+    "markov_head_type": "vanilla",
+    "markov_rank": 8,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+    "provenance": {"step": 3},
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_drafter(tmp_path / "drafter", DSparkDrafter(drafter_config()).init_weights(0).bfloat16(), {"step": 3})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    data = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
+    path.write_text(json.dumps(data))
+
+
+def test_layout_is_the_released_one(saved: Path) -> None:
+    assert {name: list(t.shape) for name, t in load_file(saved / "model.safetensors").items()} == RELEASED
+    assert json.loads((saved / "config.json").read_text()) == RELEASED_CONFIG
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_exact(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    none = kind == "none"
+    config = drafter_config(
+        markov_head_type=kind,
+        markov_rank=0 if none else 8,
+        confidence_head_with_markov=not none,
+        sample_from_anchor=none,
+        target_layer_ids=(-1, 4),
+    )
+    drafter = DSparkDrafter(config).init_weights(3).to(dtype)
+    loaded = load_drafter(save_drafter(tmp_path, drafter, {}))
+    assert loaded.config == config
+    assert loaded.dtype == dtype
+    expected = drafter.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_every_field_must_be_explicit(saved: Path) -> None:
+    for key in ("sample_from_anchor", "markov_head_type", "mask_token_id", "target_layer_ids"):
+        before = (saved / "config.json").read_text()
+        edit_config(saved, **{key: ...})
+        with pytest.raises(CheckpointError, match=f"no {key}"):
+            load_drafter(saved)
+        (saved / "config.json").write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is not what this drafter computes"),
+        ({"hidden_act": "gelu"}, "is not what this drafter computes"),
+        ({"attention_bias": True}, "is not what this drafter computes"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "is not what this drafter computes"),
+        ({"target_layer_ids": [1, 3, 7]}, "final layer"),
+        ({"target_layer_ids": [1, 3]}, r"fc.weight is \[64, 192\], wanted \[64, 128\]"),
+        ({"num_hidden_layers": 1}, r"layers.1.input_layernorm.weight is unknown"),
+        ({"num_hidden_layers": 3}, r"layers.2.input_layernorm.weight is missing"),
+        ({"markov_head_type": "rnn"}, r"markov_head.joint_proj.weight is missing"),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(saved: Path, change: dict[str, Any], message: str) -> None:
+    edit_config(saved, **change)
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(saved)
+
+
+def test_the_targets_own_matrices_are_tolerated_and_ignored(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    extra = {"embed_tokens.weight": torch.zeros(199, 64), "lm_head.weight": torch.zeros(199, 64)}
+    save_file({**tensors, **extra}, saved / "model.safetensors")
+    assert set(load_drafter(saved).state_dict()) == set(RELEASED)
+    save_file({**tensors, "surprise.weight": torch.zeros(1)}, saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"surprise.weight is unknown"):
+        load_drafter(saved)
+
+
+def test_broken_files_are_named(saved: Path) -> None:
+    (saved / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: not readable"):
+        load_drafter(saved)
+    (saved / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read"):
+        load_drafter(saved)
+
+
+def test_saving_again_replaces(saved: Path) -> None:
+    save_drafter(saved, DSparkDrafter(drafter_config(block_size=4)).init_weights(1), {"step": 4})
+    assert load_drafter(saved).config.block_size == 4
