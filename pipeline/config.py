@@ -176,6 +176,8 @@ class EvaluationSection(Section):
     output: str | None = None
     """Folder of the report; null: `<training.output>/evaluation`."""
     limit_per_domain: int | None = Field(default=None, gt=0)
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """The target's precision while it is measured; null: target.dtype. In float32 greedy equality must be exact."""
     max_new_tokens: int = Field(default=256, gt=0)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     compare_untrained: bool = True

@@ -66,7 +66,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class Turn:
     """Labels of everything measured on one turn of a task."""
 
     task: EvalTask
@@ -107,7 +107,7 @@ class PromptDecoder:
                 missing = len(task.prompt.users) - number
                 result.rejected += [f"{task.prompt.sample_id} turn {number}: {error}"] * missing
                 break
-            answer = self.decode(context, _Turn(task, number), result)
+            answer = self.decode(context, Turn(task, number), result)
             context = [*context, *answer]
             answers.append(chat.answer_text(answer))
         return result
@@ -131,7 +131,7 @@ class PromptDecoder:
             )
         return ids
 
-    def decode(self, context: Sequence[int], turn: _Turn, result: TaskResult) -> list[int]:
+    def decode(self, context: Sequence[int], turn: Turn, result: TaskResult) -> list[int]:
         """Decode one context with every decoder into `result`; returns the first drafter's tokens."""
         recipe, task = self._recipe, turn.task
         config = DecodeConfig(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,6 +97,11 @@ def output_folder(config: Config) -> Path:
     return Path(config.evaluation.output or Path(config.training.output) / "evaluation")
 
 
+def measured_dtype(config: Config) -> Literal["bfloat16", "float32"]:
+    """The target's precision during the evaluation."""
+    return config.evaluation.dtype or config.target.dtype
+
+
 def _console() -> Console:
     """The terminal; wide enough for the tables also where the width is unknown (a job's log)."""
     console = Console()
@@ -114,7 +119,7 @@ def _prepare(config: Config) -> _Ready:
     checked = check_drafter(folder, config, target)
     held_out = read_held_out(config)
     recipe = EvalRecipe(
-        target=target.section,
+        target=target.section.model_copy(update={"dtype": measured_dtype(config)}),
         drafter=str(folder),
         untrained_seed=config.training.seed if section.compare_untrained else None,
         template_kwargs=config.generation.chat_template_kwargs,
@@ -297,7 +302,7 @@ def _settings(config: Config, ready: _Ready) -> dict[str, Any]:
     shown = ready.held_out.prompts[:_SHOWN_PROMPTS]
     return {
         **section.model_dump(mode="json"),
-        "target_dtype": config.target.dtype,
+        "dtype": measured_dtype(config),
         "stop_ids": list(ready.target.stop_ids),
         "chat_template_kwargs": config.generation.chat_template_kwargs,
         "threads": ready.recipe.threads,
@@ -328,7 +333,7 @@ def _write(
 def _require_lossless(config: Config, report: EvaluationReport) -> None:
     """In float32 a greedy difference is a bug; in bfloat16 rounding differs between one and many tokens at a time."""
     broken = [check for check in report.greedy if check.equal < check.compared]
-    if broken and config.target.dtype == "float32":
+    if broken and measured_dtype(config) == "float32":
         prompt, turn, index = broken[0].differences[0]
         raise EvaluationFailed(
             f"greedy speculation with the {broken[0].drafter} drafter changed {len(broken[0].differences)} of "

@@ -198,6 +198,8 @@ def verdict_lines(report: EvaluationReport) -> list[str]:
         if check.differences:
             prompt, turn, index = check.differences[0]
             line += f"; first difference: prompt {prompt}, turn {turn}, token {index}"
+            if report.settings.get("dtype") == "bfloat16":
+                line += " (in bfloat16 a block and a single token round differently; evaluation.dtype=float32 is exact)"
         lines.append(line)
     if report.agreement is not None:
         agreement = report.agreement

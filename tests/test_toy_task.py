@@ -1,0 +1,178 @@
+"""The whole path on a task with a known answer: sampled cache -> DeepSpeed training -> export -> speculative decoding.
+
+An order-2 Markov source is the target. A trained drafter must reach an accepted length that only the hidden states make
+possible; an untrained one, and one trained on shuffled hidden states by the same pipeline, must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.target_heads import load_target_heads
+from pipeline.acceptance import ALL_DOMAINS, AcceptanceSummary, check_greedy, summarise
+from pipeline.config import Config
+from pipeline.drafter_check import expected_tau
+from pipeline.eval_actor import (
+    TRAINED,
+    UNTRAINED,
+    EvalRecipe,
+    EvalTask,
+    PromptDecoder,
+    TaskResult,
+    Turn,
+    load_drafters,
+)
+from pipeline.prompts import Prompt
+from pipeline.report import TauAgreement
+from pipeline.train.recipe import prepare_job
+from pipeline.train.worker import DRAFTER, run_rank
+from tests.pipeline.train.rig import run_ranks
+from tests.toy_source import (
+    LAYERS,
+    MASK,
+    Coder,
+    MarkovSource,
+    ToyVerifier,
+    make_source,
+    shuffled,
+    truthful,
+    write_cache,
+    write_target,
+)
+
+BLOCK, PROMPTS, NEW_TOKENS, SEED = 4, 16, 32, 7
+CEILING = sum(0.95**k for k in range(BLOCK + 1))
+"""τ of a drafter that always proposes the favourite token: 4.5."""
+
+
+def make_config(root: Path, cache: str) -> Config:
+    return Config.model_validate(
+        {
+            "name": "toy",
+            "target": {"path": str(root / "target")},
+            "prompts": {"sources": ["unused"]},
+            "extraction": {"layer_ids": list(LAYERS)},
+            "cache": {"url": str(root / cache)},
+            "drafter": {"num_draft_layers": 2, "block_size": BLOCK, "mask_token": MASK, "markov_rank": 16},
+            "training": {
+                "output": str(root / f"run-{cache}"),
+                "num_workers": 2,
+                "gpus_per_worker": 0,
+                "epochs": 9,
+                "global_batch_size": 16,
+                "micro_batch_size": 8,
+                "num_anchors": 12,
+                "max_length": 32,
+                "lr": 4e-3,
+                "loader_workers": 0,
+                "log_every_steps": 5,
+                "seed": SEED,
+            },
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    config: Config
+    source: MarkovSource
+
+    def decode(self, coder: Coder, *, temperature: float) -> TaskResult:
+        """Held-out prompts through the real decoder of an evaluation, with a toy Verifier in place of transformers."""
+        recipe = EvalRecipe(
+            target=self.config.target,
+            drafter=str(Path(self.config.training.output) / DRAFTER),
+            untrained_seed=self.config.training.seed,
+            template_kwargs={},
+            history="append",
+            stop_ids=(),
+            max_new_tokens=NEW_TOKENS,
+            max_length=256,
+            seed=SEED,
+            device="cpu",
+            threads=None,
+        )
+        drafters = load_drafters(recipe)
+        heads = load_target_heads(self.config.target.path, dtype=drafters[TRAINED].dtype)
+        decoder = PromptDecoder(ToyVerifier(self.source, coder), heads, drafters, recipe)
+        rng, result = np.random.default_rng(99), TaskResult()
+        for number in range(PROMPTS):
+            prompt = Prompt(sample_id=f"p{number}", system=None, users=("",), domain="toy", source="")
+            task = EvalTask(prompt, temperature, with_target=True)
+            decoder.decode(self.source.sample(6, rng), Turn(task, 0), result)
+        return result
+
+    def taus(self, coder: Coder, *, temperature: float = 1.0) -> dict[str, AcceptanceSummary]:
+        rounds = self.decode(coder, temperature=temperature).rounds
+        summaries = summarise(rounds, block_size=BLOCK, seed=0)
+        return {s.drafter: s for s in summaries if s.domain == ALL_DOMAINS}
+
+
+def train(root: Path, source: MarkovSource, name: str, coder: Coder, *, workers: int) -> Run:
+    write_cache(str(root / name), source, coder, samples=256, length=32)
+    config = make_config(root, name)
+    run_ranks(workers, root / f"ranks-{name}", run_rank, prepare_job(config))
+    return Run(config, source)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower with more threads, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("toy")
+
+
+@pytest.fixture(scope="module")
+def source(root: Path) -> MarkovSource:
+    source = make_source(seed=0)
+    write_target(root / "target", source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path, source: MarkovSource) -> Run:
+    return train(root, source, "cache", truthful, workers=2)
+
+
+def test_trained_drafter_uses_the_hidden_states(trained: Run) -> None:
+    taus = trained.taus(truthful)
+    assert 2.5 < taus[TRAINED].accepted_length.value <= CEILING + 0.1
+    assert taus[UNTRAINED].accepted_length.value < 1.3
+    assert taus[TRAINED].accepted_length.low > taus[UNTRAINED].accepted_length.high
+
+
+def test_shuffled_hidden_states_teach_nothing(root: Path, source: MarkovSource) -> None:
+    run = train(root, source, "shuffled", shuffled(seed=1), workers=1)
+    assert run.taus(shuffled(seed=2))[TRAINED].accepted_length.value < 1.5
+    assert run.taus(truthful)[TRAINED].accepted_length.value < 1.5
+
+
+def test_greedy_output_is_the_targets_own(trained: Run) -> None:
+    result = trained.decode(truthful, temperature=0.0)
+    checks = {check.drafter: check for check in check_greedy(result.decodes)}
+    assert {name: (check.compared, check.equal) for name, check in checks.items()} == {
+        TRAINED: (PROMPTS, PROMPTS),
+        UNTRAINED: (PROMPTS, PROMPTS),
+    }
+
+
+def test_training_predicts_the_accepted_length_unless_serving_shows_other_states(trained: Run) -> None:
+    expected = expected_tau(Path(trained.config.training.output))
+    measured = trained.taus(truthful)[TRAINED].accepted_length.value
+    assert TauAgreement(expected=expected, measured=measured, temperature=1.0).agrees
+    # Serving that shows the states of the wrong position is what the comparison is for.
+    wrong = trained.taus(lambda codes: np.roll(codes, 1) * 5 % 144)[TRAINED].accepted_length.value
+    assert not TauAgreement(expected=expected, measured=wrong, temperature=1.0).agrees
