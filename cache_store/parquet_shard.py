@@ -7,6 +7,7 @@ Legend: T tokens, L captured layers, D hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import struct
@@ -129,7 +130,10 @@ class ParquetShardWriter:
 
     def abandon(self) -> None:
         """Drop the unfinished file."""
-        self._sink.close()
+        # Parquet insists on writing a footer, which fails on a full disk; the file goes either way.
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._writer.close()
+            self._sink.close()
         self.path.unlink(missing_ok=True)
 
 

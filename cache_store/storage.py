@@ -295,7 +295,7 @@ class Storage:
         where, code, kind = self.path(name), _error_code(error), type(error).__name__
         if isinstance(error, StorageError):
             return error
-        if isinstance(error, FileExistsError) or code in _TAKEN:
+        if (isinstance(error, FileExistsError) and verb != "open") or code in _TAKEN:
             return AlreadyExists(f"{where} exists already")
         if isinstance(error, FileNotFoundError) and code != "NoSuchBucket" and verb != "open":
             return NotFound(f"{where} does not exist")
@@ -306,7 +306,7 @@ class Storage:
             message = f"{self.url}: no credentials found ({error}); set them as for any S3 client"
         elif isinstance(error, PermissionError):
             message = f"{where}: not allowed to {verb} ({code or error}); check credentials and permissions"
-        elif isinstance(error, NotADirectoryError):
+        elif isinstance(error, NotADirectoryError | FileExistsError):
             message = f"{where}: a file stands where a folder is wanted; choose another place"
         elif isinstance(error, OSError) and error.errno in _FULL:
             free = self.free_bytes()
