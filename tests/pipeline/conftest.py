@@ -38,7 +38,7 @@ def make_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Config]:
             "extraction": {"layer_ids": [0, 2], "samples_per_task": 4},
             "cache": {"url": str(tmp_path / "cache"), "shard_mb": 1},
             "drafter": {"mask_token": "<|endoftext|>"},
-            "training": {"output": str(tmp_path / "run")},
+            "training": {"output": str(tmp_path / "run"), "global_batch_size": 1},
             "cluster": {"object_store_mb": 100},
         }
         for name, value in sections.items():

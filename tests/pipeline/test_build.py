@@ -1,0 +1,188 @@
+"""The whole build on a tiny target with real Ray, and an engine of our own in vLLM's place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cache_store.errors import CacheMismatch
+from cache_store.ledger import Ledger
+from cache_store.reader import CacheReader
+from cache_store.storage import open_storage
+from pipeline.build import BuildReport, run_build
+from pipeline.cluster import ray_session
+from pipeline.config import ClusterSection, Config
+from pipeline.engines.hf import load_target
+from pipeline.errors import BuildFailed, ConfigError, PreflightFailed
+from tests.pipeline.fake_engine import Mood, engine_factory, greedy
+
+ROWS = [{"id": f"p{n}", "domain": "d", "messages": [{"role": "user", "content": f"question {n}"}]} for n in range(10)]
+TWO_TURNS = {
+    "id": "two",
+    "messages": [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "ORIGINAL"},
+        {"role": "user", "content": "two"},
+    ],
+}
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_up() -> Iterator[None]:
+    with ray_session(ClusterSection(object_store_mb=100)):
+        yield
+
+
+def build(config: Config, **mood: Any) -> BuildReport:
+    marker = Path(config.cache.url).with_name("batches")
+    marker.touch()
+    report = run_build(config, engine=engine_factory(config.target, Mood(marker=marker, **mood)))
+    assert report is not None
+    return report
+
+
+def ids_once(config: Config) -> tuple[list[str], set[str]]:
+    """(ids in the cache, ids among the rejects); nothing may stand in both."""
+    storage = open_storage(config.cache.url)
+    cached, rejected = sorted(CacheReader(storage).ids), set(Ledger(storage).rejected())
+    assert len(cached) == len(set(cached))
+    assert not rejected & set(cached)
+    return cached, rejected
+
+
+def test_a_build_holds_the_targets_own_states(make_config: MakeConfig) -> None:
+    config = make_config([*ROWS, TWO_TURNS, "{broken", {"id": "long", "prompt": "word " * 200}])
+    report = build(config)
+    cached, rejected = ids_once(config)
+    assert cached == sorted([*(row["id"] for row in ROWS), "two"])
+    assert rejected == {f"{config.prompts.sources[0]}:12", "long"}
+    assert (report.samples, report.rejected, report.duplicates) == (11, 2, 0)
+    assert "2 rejected" in "\n".join(report.lines())
+
+    model = load_target(config.target, "cpu")
+    reader = CacheReader(open_storage(config.cache.url))
+    for name in ("p3", "two"):
+        sample = reader.read_id(name)
+        ids = sample.input_ids.tolist()
+        reference = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        for row, layer in enumerate(config.extraction.layer_ids):
+            stored = torch.from_numpy(sample.hidden_states[row]).view(torch.bfloat16).float()
+            torch.testing.assert_close(stored, reference[layer + 1][0], rtol=1e-2, atol=1e-2)
+        spans = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(int), [0]]))).reshape(-1, 2)
+        assert len(spans) == (2 if name == "two" else 1)
+        for start, end in spans.tolist():
+            assert ids[start:end] == greedy(model, ids[:start], 8)
+        assert sample.metadata["domain"] == ("d" if name == "p3" else None)
+
+
+def test_a_finished_build_does_nothing_and_shuffled_input_is_the_same(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(ROWS)
+    build(config)
+    names = {info.name for info in open_storage(config.cache.url).list("")}
+    config = make_config(random.Random(1).sample(ROWS, len(ROWS)))
+    report = build(config)
+    assert "nothing is missing" in capsys.readouterr().out
+    assert report.samples == len(ROWS)
+    assert {info.name for info in open_storage(config.cache.url).list("")} == names
+
+
+def test_half_of_the_work_lost_is_half_of_the_work_redone(make_config: MakeConfig) -> None:
+    config = make_config(ROWS)
+    build(config)
+    storage = open_storage(config.cache.url)
+    lost_files = [info.name for info in storage.list("responses/")][:1] + [i.name for i in storage.list("commits/")][:1]
+    for name in lost_files:
+        storage.delete(name)
+    lost_samples = len(ROWS) - len(Ledger(storage).committed_ids())
+    report = build(config)
+    assert 0 < report.regenerate.answers < len(ROWS)
+    assert report.extract.samples == lost_samples < len(ROWS)
+    assert ids_once(config) == (sorted(row["id"] for row in ROWS), set())
+
+
+def test_an_engine_that_dies_is_restarted_and_its_rows_are_answered_once(make_config: MakeConfig) -> None:
+    config = make_config(ROWS)
+    build(config, die_on_batch=2)
+    assert Path(config.cache.url).with_name("batches").stat().st_size > 3
+    assert ids_once(config) == (sorted(row["id"] for row in ROWS), set())
+
+
+def test_rows_that_the_engine_refuses_are_rejected_with_its_words(make_config: MakeConfig) -> None:
+    config = make_config(ROWS)
+    report = build(config, refuse=frozenset({"p4"}))
+    cached, rejected = ids_once(config)
+    assert (len(cached), rejected) == (9, {"p4"})
+    assert report.rejects == {"regenerate": {"turn 0: the engine refused it: ValueError: refused": 1}}
+
+
+def test_an_engine_that_never_answers_is_reported_and_the_build_continues_later(make_config: MakeConfig) -> None:
+    config = make_config(ROWS[:3], generation={"stall_timeout_s": 20})
+    with pytest.raises(BuildFailed, match=r"regenerate: no row finished for 20 s.*the same command continues"):
+        build(config, hang=True)
+    build(config)
+    assert ids_once(config) == (["p0", "p1", "p2"], set())
+
+
+def test_another_build_into_the_same_place_is_refused_by_field(make_config: MakeConfig) -> None:
+    config = make_config(ROWS[:2])
+    build(config)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"generation": {"sampling": {"temperature": 0.3, "max_new_tokens": 8}}}, "temperature"),
+        ({"generation": {"sampling": {"seed": 7, "max_new_tokens": 8}}}, "seed"),
+        ({"generation": {"sampling": {"max_new_tokens": 9}}}, "max_new_tokens"),
+        ({"generation": {"truncated": "drop"}}, "truncated"),
+        ({"generation": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs"),
+        ({"generation": {"engine_kwargs": {"quantization": "fp8"}}}, "engine_settings"),
+        ({"extraction": {"layer_ids": [0, 1]}}, "layer_ids"),
+        ({"max_length": 95}, "max_length"),
+        ({"target": {"dtype": "bfloat16"}}, "dtype"),
+        ({"cache": {"codec": "raw"}}, "codec"),
+    ]
+    for sections, field in changes:
+        with pytest.raises(CacheMismatch, match=field):
+            build(make_config(**sections))
+    with pytest.raises(CacheMismatch, match="prompts"):
+        build(make_config(ROWS[:3]))
+
+
+def test_a_preflight_with_another_models_tokens_fails(make_config: MakeConfig, tmp_path: Path) -> None:
+    from tests.pipeline.hf_target import save_tiny_target
+
+    other = save_tiny_target(tmp_path / "other", seed=5)
+    config = make_config(ROWS[:2])
+    wrong = config.target.model_copy(update={"path": str(other)})
+    factory = engine_factory(wrong, Mood(marker=tmp_path / "batches"))
+    with pytest.raises(PreflightFailed, match="greedy tokens of the engine"):
+        run_build(config, engine=factory)
+    assert not Ledger(open_storage(config.cache.url)).committed_ids()
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "message"),
+    [
+        ({"target": {"path": "/nowhere/model"}}, ConfigError, "/nowhere/model: no such directory"),
+        ({"extraction": {"layer_ids": [0, 9]}}, ConfigError, "layer 9 does not exist"),
+        ({"extraction": {"layer_ids": [0, 3]}}, ConfigError, "last layer"),
+        ({"drafter": {"mask_token": 5000}}, ConfigError, "mask_token 5000 lies outside"),
+        ({"prompts": {"sources": ["/nowhere/*.jsonl"]}}, ConfigError, "no such file"),
+        ({"cache": {"url": "/proc/nowhere"}}, Exception, "/proc/nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_engine(
+    make_config: MakeConfig, sections: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    def never(probing: bool) -> Any:
+        raise AssertionError("no engine may start")
+
+    with pytest.raises(error, match=message) as caught:
+        run_build(make_config(ROWS[:2], **sections), engine=never)
+    assert "\n" not in str(caught.value)
