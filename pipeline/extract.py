@@ -31,7 +31,7 @@ from pipeline.engines.hf import HiddenStateExtractor, SequenceStates, load_targe
 from pipeline.errors import BuildFailed
 from pipeline.responses import Place, Response, load_responses
 from pipeline.telemetry import Progress
-from pipeline.work import own_error, read_pieces, split
+from pipeline.work import one_line, own_error, read_pieces, split
 
 _SCHEMA = pa.schema(
     {
@@ -80,6 +80,7 @@ def extract(config: Config, recipe: ExtractRecipe, places: dict[str, Place]) -> 
     """
     report = ExtractReport()
     ledger = Ledger(recipe.storage)
+    last_error: str | None = None
     for attempt in range(config.extraction.max_attempts + 1):
         pending = ledger.pending(places)
         if not pending:
@@ -87,15 +88,18 @@ def extract(config: Config, recipe: ExtractRecipe, places: dict[str, Place]) -> 
         if attempt == config.extraction.max_attempts:
             raise BuildFailed(
                 f"extract: {len(pending)} of {len(places)} samples are missing after {attempt} passes "
-                f"(first: {pending[0]}); the actors keep dying on them; the same command continues"
+                f"(first: {pending[0]}); the last one ended with: {last_error or 'no error'}; "
+                "the same command continues"
             )
-        _run_pass(config, recipe, [(name, places[name]) for name in pending], report, len(places))
+        work = [(name, places[name]) for name in pending]
+        last_error = _run_pass(config, recipe, work, report, len(places))
     return report
 
 
 def _run_pass(
     config: Config, recipe: ExtractRecipe, work: list[tuple[str, Place]], report: ExtractReport, total: int
-) -> None:
+) -> str | None:
+    """One pass; returns what ended it early, if anything did."""
     import ray
 
     settings = config.extraction
@@ -126,11 +130,13 @@ def _run_pass(
             raise BuildFailed(f"extract: {own}; the same command continues") from error
         if not isinstance(error, ray.exceptions.RayError):
             raise
-        progress.finish(f"pass ended early ({type(error).__name__}), going over what is missing")
-        return
+        reason = one_line(error)
+        progress.finish(f"pass ended early ({reason}), going over what is missing")
+        return reason
     finally:
         report.seconds += progress.record().elapsed
     progress.finish(_detail(report))
+    return None
 
 
 def _detail(report: ExtractReport) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from cache_store.errors import CacheError
 from cache_store.estimate import estimate_bytes
 from cache_store.identity import fingerprint
+from cache_store.manifest import SHARDS
 from cache_store.reader import CacheReader
 from cache_store.schema import CacheSpec
 from cache_store.storage import Storage, open_storage
@@ -33,6 +34,7 @@ from pipeline.prompt_store import SpooledPrompts, iterate_spooled
 from pipeline.prompts import Prompt
 from pipeline.regenerate import Engine
 from pipeline.turns import REQUEST_SCHEMA, to_answers
+from pipeline.work import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +70,7 @@ def check_space(
 ) -> int:
     """Bytes that the cache will take at most; prompt lengths from a sample, answers at their limit.
 
-    Raises PreflightFailed when fewer are free, unless `cache.ignore_free_space`.
+    Raises PreflightFailed when fewer are free or already taken by its shards, unless `cache.ignore_free_space`.
     """
     prompt_tokens, turns = _prompt_tokens(target.chat, spooled)
     count = spooled.counts.accepted
@@ -76,10 +78,13 @@ def check_space(
     per_sample = min(prompt_tokens + answer, float(config.max_length))
     estimate = estimate_bytes(spec, round(per_sample * count), min(1.0, answer / per_sample))
     free = storage.free_bytes()
-    if free is not None and estimate.stored_bytes > free and not config.cache.ignore_free_space:
+    if free is None or config.cache.ignore_free_space:
+        return estimate.stored_bytes
+    free += sum(info.size for info in storage.list(SHARDS))
+    if estimate.stored_bytes > free:
         raise PreflightFailed(
-            f"cache.url {config.cache.url}: {free / 2**30:.1f} GiB free, up to {estimate.stored_bytes / 2**30:.1f} GiB "
-            f"needed for {count:,} prompts; free some, choose another place, or set cache.ignore_free_space=true"
+            f"cache.url {config.cache.url}: {free / 2**30:.1f} GiB free or its own, up to "
+            f"{estimate.stored_bytes / 2**30:.1f} GiB needed for {count:,} prompts; free some, choose another place, or set cache.ignore_free_space=true"
         )
     return estimate.stored_bytes
 
@@ -140,7 +145,7 @@ def check_path(
     try:
         report: PathReport = ray.get(task.remote(target.section, spec, answers))
     except ray.exceptions.RayTaskError as error:
-        raise PreflightFailed(_one_line(error)) from error
+        raise PreflightFailed(one_line(error)) from error
     record = {"fingerprint": fingerprint(spec), **asdict(report)}
     storage.put(RECORD, (json.dumps(record, indent=1) + "\n").encode("utf-8"))
     return report
@@ -171,9 +176,7 @@ def _greedy_answers(config: Config, prompts: Sequence[Sequence[int]], engine: En
                 _check_answer(row, prompts[int(row["sample_id"])])
                 found[int(row["sample_id"])] = list(row["generated_tokens"])
     except ray.exceptions.RayError as error:
-        raise PreflightFailed(
-            f"the engine does not start or run: {_one_line(error)}; logs: {session_logs()}"
-        ) from error
+        raise PreflightFailed(f"the engine does not start or run: {one_line(error)}; logs: {session_logs()}") from error
     return [([*prompts[number], *found[number]], len(prompts[number])) for number in sorted(found)]
 
 
@@ -186,12 +189,6 @@ def _check_answer(row: dict[str, Any], prompt: Sequence[int]) -> None:
         )
     if not len(row["generated_tokens"]):
         raise PreflightFailed("the engine generated no token")
-
-
-def _one_line(error: BaseException) -> str:
-    cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
-    return lines[-1] if lines else type(cause).__name__
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------

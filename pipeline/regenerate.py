@@ -21,7 +21,7 @@ from pipeline.prompt_store import PromptIndex
 from pipeline.responses import Place, TurnIndex, index_turn
 from pipeline.telemetry import Progress
 from pipeline.turns import Pending, Recipe, render_requests, to_answers, unit_id, write_answers
-from pipeline.work import own_error, read_pieces, split
+from pipeline.work import one_line, own_error, read_pieces, split
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -46,6 +46,7 @@ def regenerate(config: Config, recipe: Recipe, index: PromptIndex, engine: Calla
     """
     report = RegenerateReport()
     made: Engine | None = None
+    last_error: str | None = None
     for turn in range(max(index.turns)):
         for attempt in range(config.generation.max_attempts + 1):
             pending, total = find_pending(recipe, index, turn)
@@ -54,10 +55,10 @@ def regenerate(config: Config, recipe: Recipe, index: PromptIndex, engine: Calla
             if attempt == config.generation.max_attempts:
                 raise BuildFailed(
                     f"regenerate: {len(pending)} of {total} answers of turn {turn} are missing after {attempt} passes; "
-                    "the engine keeps dying on them; the same command continues"
+                    f"the last one ended with: {last_error or 'no error'}; the same command continues"
                 )
             made = made or engine()
-            _run_pass(config, recipe, made, (turn, pending, total), report)
+            last_error = _run_pass(config, recipe, made, (turn, pending, total), report)
     return report
 
 
@@ -84,7 +85,8 @@ def _continues(sample_id: str, previous: TurnIndex | None) -> bool:
 
 def _run_pass(
     config: Config, recipe: Recipe, engine: Engine, work: tuple[int, list[Pending], int], report: RegenerateReport
-) -> None:
+) -> str | None:
+    """One pass over a turn; returns what ended it early, if anything did."""
     import ray
 
     turn, pending, total = work
@@ -116,11 +118,13 @@ def _run_pass(
             raise BuildFailed(f"{stage}: {own}; the same command continues") from error
         if not isinstance(error, ray.exceptions.RayError):
             raise
-        progress.finish(f"pass ended early ({type(error).__name__}), going over what is missing")
-        return
+        reason = one_line(error)
+        progress.finish(f"pass ended early ({reason}), going over what is missing")
+        return reason
     finally:
         report.seconds += progress.record().elapsed
     progress.finish(f"{report.generated_tokens:,} tokens")
+    return None
 
 
 def sample_places(recipe: Recipe, index: PromptIndex, rejected: Set[str]) -> dict[str, Place]:

@@ -47,3 +47,10 @@ def own_error(error: BaseException) -> CacheError | PipelineError | None:
             return current
         current = getattr(current, "cause", None) or current.__cause__
     return None
+
+
+def one_line(error: BaseException) -> str:
+    """The last line of what a failed Ray task or actor says: the remote traceback's own message."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(cause).__name__

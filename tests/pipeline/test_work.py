@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_store.errors import StorageError
-from pipeline.work import own_error, split
+from pipeline.work import one_line, own_error, split
 
 
 @given(st.lists(st.integers(), max_size=50), st.integers(1, 20))
@@ -23,3 +23,8 @@ def test_own_error_is_found_through_wrappers() -> None:
         raise ValueError("outer") from wrapped
     assert own_error(caught.value) is full
     assert own_error(RuntimeError("actor died")) is None
+
+
+def test_one_line_is_the_end_of_a_remote_traceback() -> None:
+    assert one_line(RuntimeError("Traceback\n  File x\nValueError: no such layer\n")) == "ValueError: no such layer"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
