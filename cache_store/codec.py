@@ -16,12 +16,11 @@ _EXPONENT = np.uint16(0x7F80)
 
 def encode(codec: str, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Stored planes (high, low) of a uint16 array, in C order, each uint8 [n]."""
-    flat = np.ascontiguousarray(bits, dtype="<u2").reshape(-1).view(np.uint8)
+    flat = np.ascontiguousarray(bits, dtype="<u2").reshape(-1)
     if codec == "raw":
-        return np.empty(0, np.uint8), flat
+        return np.empty(0, np.uint8), flat.view(np.uint8)
     if codec == "bss1":
-        pairs = flat.reshape(-1, 2)
-        return np.ascontiguousarray(pairs[:, 1]), np.ascontiguousarray(pairs[:, 0])
+        return (flat >> 8).astype(np.uint8), flat.astype(np.uint8)  # the cast keeps the low byte
     raise CacheError(f"codec {codec!r} is unknown to this program; it reads bss1 and raw")
 
 

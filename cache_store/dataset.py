@@ -134,7 +134,7 @@ class TargetCacheStream(IterableDataset):
             input_ids=torch.zeros(size, longest, dtype=torch.int64),
             loss_mask=torch.zeros(size, longest, dtype=torch.bool),
             lengths=torch.from_numpy(lengths),
-            hidden_states=torch.zeros(size, longest, spec.num_layers * spec.hidden_size, dtype=torch.bfloat16),
+            hidden_states=torch.empty(size, longest, spec.num_layers * spec.hidden_size, dtype=torch.bfloat16),
             last_hidden_state=torch.zeros(size, longest, spec.hidden_size, dtype=torch.bfloat16),
         )
         for _ in pool.map(lambda row: _fill(reader, batch, row), range(size)):
@@ -148,6 +148,7 @@ def _fill(reader: CacheReader, batch: CacheBatch, row: int) -> None:
     stored = reader.fetch(position)
     batch.input_ids[row, :tokens] = torch.from_numpy(stored.input_ids[:tokens].astype(np.int64))
     batch.loss_mask[row, :tokens] = torch.from_numpy(stored.loss_mask[:tokens])
+    batch.hidden_states[row, tokens:] = 0  # the rest of this large tensor is written once, by the decoder
     hidden = batch.hidden_states[row, :tokens].view(torch.uint16).numpy()
     last = batch.last_hidden_state[row, :tokens].view(torch.uint16).numpy()
     layered = hidden.reshape(tokens, reader.spec.num_layers, reader.spec.hidden_size).transpose(1, 0, 2)
