@@ -121,7 +121,7 @@ def _own_id(value: Any) -> str | None:
 
 
 def normalise(value: Any, *, location: str) -> Prompt:
-    """One row (`messages`, `conversations` or `prompt`; optional `id`, `domain`) as a Prompt. Raises BadRow."""
+    """One row (`messages`, `conversations`, `prompt` or `turns`; optional `id`, `domain`) as a Prompt. Raises BadRow."""
     if not isinstance(value, Mapping):
         raise BadRow(f"found {_kind(value)}, wanted an object with messages, conversations or prompt")
     system, users = _turns(value)
@@ -141,6 +141,9 @@ def _content_id(system: str | None, users: tuple[str, ...], domain: str | None) 
 
 def _turns(value: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
     present = [key for key in (*_CONVERSATION_KEYS, "prompt") if value.get(key) is not None]
+    if not present and isinstance(value.get("turns"), list) and value["turns"]:  # user turns alone, as in MT-Bench
+        turns = enumerate(value["turns"], start=1)
+        return None, tuple(_text(text, f"turn {number}", allow_empty=False) for number, text in turns)
     if not present:
         raise BadRow("has none of messages, conversations and prompt")
     if len(present) > 1:

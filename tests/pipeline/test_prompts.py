@@ -38,6 +38,8 @@ def user(text: str) -> dict[str, str]:
         ({"messages": [{"role": "system", "content": ""}, user("a")]}, "", ("a",)),
         ({"messages": [user("a"), {"role": "assistant", "content": ""}, user("b")]}, None, ("a", "b")),
         ({"messages": None, "prompt": "a"}, None, ("a",)),
+        ({"turns": ["a", "b"]}, None, ("a", "b")),
+        ({"turns": 2, "prompt": "a"}, None, ("a",)),  # a count beside the conversation
     ],
 )
 def test_every_accepted_form(row: dict[str, object], system: str | None, users: tuple[str, ...]) -> None:
@@ -51,6 +53,8 @@ def test_every_accepted_form(row: dict[str, object], system: str | None, users: 
         (None, "found null"),
         ([], "found empty"),
         ({}, "has none of messages"),
+        ({"turns": []}, "has none of messages"),
+        ({"turns": ["a", ""]}, "turn 2: the content is empty"),
         ({"messages": []}, "messages is empty"),
         ({"messages": "hi"}, "messages is str"),
         ({"messages": [user("a")], "prompt": "a"}, "messages and prompt at once"),
