@@ -121,7 +121,7 @@ def _own_id(value: Any) -> str | None:
 
 
 def normalise(value: Any, *, location: str) -> Prompt:
-    """One row (`messages`, `conversations`, `prompt` or `turns`; optional `id`, `domain`) as a Prompt. Raises BadRow."""
+    """One row (`messages`, `conversations`, `prompt` or `turns`, with `id`, `domain`) as a Prompt. Raises BadRow."""
     if not isinstance(value, Mapping):
         raise BadRow(f"found {_kind(value)}, wanted an object with messages, conversations or prompt")
     system, users = _turns(value)
