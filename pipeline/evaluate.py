@@ -199,7 +199,8 @@ def _decode_all(config: Config, ready: _Ready, output: Path) -> Iterator[TaskRes
             for actor in (actor for actor in actors if actor not in busy and waiting):
                 index, task = waiting.pop()
                 running[actor.run.remote(task)] = (index, actor)
-            for reference in _wait(list(running), section.stall_timeout_s, progress):
+            waited = _Tick(section.stall_timeout_s, progress, _running_tau(results))
+            for reference in _wait(list(running), waited):
                 index, _ = running.pop(reference)
                 results[index] = _result_of(reference)
                 progress.update(1, detail=_running_tau(results))
@@ -210,19 +211,28 @@ def _decode_all(config: Config, ready: _Ready, output: Path) -> Iterator[TaskRes
     yield from (results[index] for index in sorted(results))
 
 
-def _wait(references: list[Any], timeout_s: float, progress: Progress) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _Tick:
+    """What to show while nothing finishes, and for how long."""
+
+    timeout_s: float
+    progress: Progress
+    detail: str
+
+
+def _wait(references: list[Any], tick: _Tick) -> list[Any]:
     """Finished references, at least one; a progress line whenever a tick passes without."""
     import ray
 
     silent = 0.0
-    while silent < timeout_s:
+    while silent < tick.timeout_s:
         done, _ = ray.wait(references, timeout=_TICK_S)
         if done:
             return done
         silent += _TICK_S
-        progress.update()
+        tick.progress.update(detail=tick.detail)
     raise EvaluationFailed(
-        f"evaluate: no prompt finished for {timeout_s:.0f} s, the actors hang or cannot be scheduled; see "
+        f"evaluate: no prompt finished for {tick.timeout_s:.0f} s, the actors hang or cannot be scheduled; see "
         f"{session_logs()}"
     )
 
@@ -242,7 +252,11 @@ def _result_of(reference: Any) -> TaskResult:
 
 def _running_tau(results: Mapping[int, TaskResult]) -> str:
     emitted = [r.emitted for result in results.values() for r in result.rounds if r.drafter == TRAINED]
-    return f"τ {sum(emitted) / len(emitted):.2f} over {len(emitted):,} rounds" if emitted else "loading the target"
+    return (
+        f"τ {sum(emitted) / len(emitted):.2f} over {len(emitted):,} rounds"
+        if emitted
+        else "loading the target, first prompts"
+    )
 
 
 def _make_report(

@@ -21,8 +21,9 @@ _NOTE_TAU = (
     "A round that a stop token ends has no bonus token; one that passes max_new_tokens counts in full."
 )
 _NOTE_POSITION = (
-    "conditional: accepted given that every earlier draft of the round was; survival: share of all rounds that "
-    "accepted at least this many drafts (their sum is the accepted drafts per round)."
+    "conditional: accepted given that every earlier draft of the round was, over that many rounds (untrained: the "
+    "same); survival: share of all rounds that accepted at least this many drafts; their sum is the accepted drafts "
+    "per round."
 )
 _NOTE_SPEED = "speed-up η = T_target · τ / (T_draft + T_verify), times measured in this run on this machine."
 
@@ -116,8 +117,8 @@ def _position_table(report: EvaluationReport) -> TextTable:
     temperatures, drafters = _groups(report)
     columns = ["position"]
     for temperature in temperatures:
-        columns += [f"conditional T={temperature:g}", f"survival T={temperature:g}", f"reached T={temperature:g}"]
-    columns += [f"conditional {d} T={t:g}" for d in drafters[1:] for t in temperatures]
+        columns += [f"conditional T={temperature:g}", f"survival T={temperature:g}", f"rounds T={temperature:g}"]
+    columns += [f"{d} T={t:g}" for d in drafters[1:] for t in temperatures]
     rows = []
     for k in range(report.block_size):
         cells = [str(k + 1)]
@@ -213,13 +214,18 @@ def verdict_lines(report: EvaluationReport) -> list[str]:
     return [*lines, "counts: " + ", ".join(f"{name} {value}" for name, value in report.counts.items())]
 
 
+def _cell_width(text: TextTable, column: int) -> int:
+    """Width of the longest value: headings may wrap, values must not."""
+    return max((len(row[column]) for row in text.rows), default=1)
+
+
 def print_report(report: EvaluationReport, console: Console) -> None:
     """The tables and verdicts on a terminal."""
     for text in report_tables(report):
         table = Table(title=text.title, title_style="bold", title_justify="left", caption=text.note)
         table.caption_justify = "left"
         for number, column in enumerate(text.columns):
-            table.add_column(column, justify="left" if number == 0 else "right")
+            table.add_column(column, justify="left" if number == 0 else "right", min_width=_cell_width(text, number))
         for row in text.rows:
             table.add_row(*row, style="bold" if row[0] in (ALL_DOMAINS, _TRAINED) else None)
         console.print(table)

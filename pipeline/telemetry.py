@@ -31,7 +31,7 @@ class ProgressRecord:
         eta = "--:--" if self.eta is None else format_duration(self.eta)
         parts = [
             f"{self.stage:<12} {self.done:,}/{self.total:,} {self.unit} ({percent:.0f} %)",
-            f"{self.rate:,.1f} {self.unit}/s",
+            f"{self.rate:,.{1 if self.rate >= 1 else 2}f} {self.unit}/s",
             f"ETA {eta}",
             f"failed {self.failed}",
         ]

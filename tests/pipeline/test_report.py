@@ -71,8 +71,8 @@ def test_position_table_keeps_conditional_and_survival_apart() -> None:
     report = make_report()
     assert cell(report, 1, "2", "conditional T=0").startswith("1.00")  # every round that reached 2 accepted it
     assert cell(report, 1, "2", "survival T=0").startswith("0.80")
-    assert cell(report, 1, "2", "reached T=0") == "4"
-    assert cell(report, 1, "1", "conditional untrained T=0") == "0.00"
+    assert cell(report, 1, "2", "rounds T=0") == "4"
+    assert cell(report, 1, "1", "untrained T=0") == "0.00"
 
 
 def test_comparison_shows_times_in_milliseconds_and_the_speed_up() -> None:
