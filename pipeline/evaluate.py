@@ -37,7 +37,7 @@ _TICK_S = 5.0
 # Idle OpenMP threads sleep instead of spinning: on a machine that does anything else, spinning threads hold up every
 # one of a forward's hundreds of small operations (measured on 2 busy cores: 0.4 s instead of 0.1 s per token).
 _ACTOR_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-_MIN_CONSOLE_WIDTH = 130
+_MIN_CONSOLE_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,13 @@ _NOTE_TAU = (
     "A round that a stop token ends has no bonus token; one that passes max_new_tokens counts in full."
 )
 _NOTE_POSITION = (
-    "conditional: accepted given that every earlier draft of the round was, over that many rounds (untrained: the "
-    "same); survival: share of all rounds that accepted at least this many drafts; their sum is the accepted drafts "
-    "per round."
+    "conditional: accepted given that every earlier draft of the round was, over so many rounds; survival: share of all "
+    "rounds that accepted at least this many drafts; their sum is the accepted drafts per round."
 )
-_NOTE_SPEED = "speed-up η = T_target · τ / (T_draft + T_verify), times measured in this run on this machine."
+_NOTE_SPEED = (
+    "drafts: accepted per round. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per token of the target "
+    "alone, per draft and per verification, measured in this run on this machine."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,58 +102,51 @@ def report_tables(report: EvaluationReport) -> list[TextTable]:
 def _domain_table(report: EvaluationReport) -> TextTable:
     temperatures, drafters = _groups(report)
     domains = [domain for domain in dict.fromkeys(s.domain for s in report.acceptance) if domain != ALL_DOMAINS]
-    columns = ["domain", "prompts"]
-    columns += [f"τ {drafter} T={temperature:g}" for temperature in temperatures for drafter in drafters]
-    columns += [f"rounds T={temperature:g}" for temperature in temperatures]
     rows = []
     for domain in [*sorted(domains), ALL_DOMAINS]:
-        found = {(t, d): report.summary(d, t, domain) for t in temperatures for d in drafters}
-        prompts = max((s.prompts for s in found.values() if s), default=0)
-        cells = [_estimate(s.accepted_length if s else None) for s in found.values()]
-        rounds = [_count(found[t, drafters[0]]) for t in temperatures]
-        rows.append((domain, str(prompts), *cells, *rounds))
-    return TextTable("Accepted length per domain", tuple(columns), tuple(rows), _NOTE_TAU)
+        for temperature in temperatures:
+            found = [report.summary(drafter, temperature, domain) for drafter in drafters]
+            prompts = max((s.prompts for s in found if s), default=0)
+            rounds = f"{found[0].rounds:,}" if found[0] else "-"
+            cells = [_estimate(s.accepted_length if s else None) for s in found]
+            rows.append((domain, f"{temperature:g}", str(prompts), rounds, *cells))
+    columns = ("domain", "T", "prompts", "rounds", *(f"τ {drafter}" for drafter in drafters))
+    return TextTable("Accepted length per domain", columns, tuple(rows), _NOTE_TAU)
 
 
 def _position_table(report: EvaluationReport) -> TextTable:
     temperatures, drafters = _groups(report)
-    columns = ["position"]
-    for temperature in temperatures:
-        columns += [f"conditional T={temperature:g}", f"survival T={temperature:g}", f"rounds T={temperature:g}"]
-    columns += [f"{d} T={t:g}" for d in drafters[1:] for t in temperatures]
     rows = []
-    for k in range(report.block_size):
-        cells = [str(k + 1)]
-        for temperature in temperatures:
-            rate = _rate(report.summary(drafters[0], temperature), k)
-            survival = f"{rate.unconditional.value:.2f}" if rate else "-"
-            cells += [_estimate(rate.conditional if rate else None), survival, str(rate.reached if rate else 0)]
-        for drafter in drafters[1:]:
-            for temperature in temperatures:
-                rate = _rate(report.summary(drafter, temperature), k)
-                cells.append(f"{rate.conditional.value:.2f}" if rate and rate.conditional else "-")
-        rows.append(tuple(cells))
+    for temperature in temperatures:
+        for k in range(report.block_size):
+            rate, *others = [_rate(report.summary(drafter, temperature), k) for drafter in drafters]
+            if rate is None:
+                continue
+            cells = [f"{other.conditional.value:.2f}" if other and other.conditional else "-" for other in others]
+            survival = f"{rate.unconditional.value:.2f}"
+            rows.append(
+                (f"{temperature:g}", str(k + 1), _estimate(rate.conditional), str(rate.reached), survival, *cells)
+            )
+    columns = ("T", "position", "conditional", "rounds", "survival", *(f"{d}: conditional" for d in drafters[1:]))
     title = f"Acceptance by position, {drafters[0]} drafter, all domains"
-    return TextTable(title, tuple(columns), tuple(rows), _NOTE_POSITION)
+    return TextTable(title, columns, tuple(rows), _NOTE_POSITION)
 
 
 def _comparison_table(report: EvaluationReport) -> TextTable:
     temperatures, drafters = _groups(report)
-    columns = ("drafter", "T", "τ", "accepted drafts", "position 1", "T_target ms", "T_draft ms", "T_verify ms", "η")
+    columns = ("drafter", "T", "τ", "drafts", "target ms", "draft ms", "verify ms", "η")
     rows = []
     for temperature in temperatures:
         for drafter in reversed(drafters):
             summary = report.summary(drafter, temperature)
             if summary is None:
                 continue
-            rate = _rate(summary, 0)
             rows.append(
                 (
                     drafter,
                     f"{temperature:g}",
                     _estimate(summary.accepted_length),
                     f"{summary.accepted_drafts.value:.2f}",
-                    f"{rate.conditional.value:.2f}" if rate and rate.conditional else "-",
                     *_speed_cells(report, drafter, temperature),
                 )
             )
@@ -185,10 +180,6 @@ def _estimate(estimate: Estimate | None) -> str:
     return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
 
 
-def _count(summary: AcceptanceSummary | None) -> str:
-    return f"{summary.rounds:,}" if summary else "-"
-
-
 def verdict_lines(report: EvaluationReport) -> list[str]:
     """One line per check: greedy equality, agreement with training, warnings, counts."""
     lines = []
@@ -214,18 +205,13 @@ def verdict_lines(report: EvaluationReport) -> list[str]:
     return [*lines, "counts: " + ", ".join(f"{name} {value}" for name, value in report.counts.items())]
 
 
-def _cell_width(text: TextTable, column: int) -> int:
-    """Width of the longest value: headings may wrap, values must not."""
-    return max((len(row[column]) for row in text.rows), default=1)
-
-
 def print_report(report: EvaluationReport, console: Console) -> None:
     """The tables and verdicts on a terminal."""
     for text in report_tables(report):
         table = Table(title=text.title, title_style="bold", title_justify="left", caption=text.note)
         table.caption_justify = "left"
         for number, column in enumerate(text.columns):
-            table.add_column(column, justify="left" if number == 0 else "right", min_width=_cell_width(text, number))
+            table.add_column(column, justify="left" if number == 0 else "right")
         for row in text.rows:
             table.add_row(*row, style="bold" if row[0] in (ALL_DOMAINS, _TRAINED) else None)
         console.print(table)

@@ -51,28 +51,32 @@ def make_report(**changes) -> EvaluationReport:
     return EvaluationReport(**{**fields, **changes})
 
 
-def cell(report: EvaluationReport, table: int, row: str, column: str) -> str:
+def cell(report: EvaluationReport, table: int, keys: tuple[str, str], column: str) -> str:
+    """The cell of the row whose first two cells are `keys`."""
     found = report_tables(report)[table]
-    [line] = [line for line in found.rows if line[0] == row]
+    [line] = [line for line in found.rows if line[:2] == keys]
     return line[found.columns.index(column)]
 
 
 def test_domain_table_has_every_domain_then_all() -> None:
     report = make_report()
-    assert [row[0] for row in report_tables(report)[0].rows] == ["chat", "math", "all"]
-    assert cell(report, 0, "math", "τ trained T=0").startswith("3.00")
-    assert cell(report, 0, "chat", "τ trained T=0") == "1.00"  # one prompt: no interval
-    assert cell(report, 0, "all", "τ trained T=0").startswith("2.60 [")
-    assert cell(report, 0, "all", "rounds T=1") == "4"
-    assert cell(report, 0, "chat", "τ trained T=1") == "-"  # not measured is not zero
+    assert [row[0] for row in report_tables(report)[0].rows[::2]] == ["chat", "math", "all"]
+    assert cell(report, 0, ("math", "0"), "τ trained").startswith("3.00")
+    assert cell(report, 0, ("chat", "0"), "τ trained") == "1.00"  # one prompt: no interval
+    assert cell(report, 0, ("all", "0"), "τ trained").startswith("2.60 [")
+    assert cell(report, 0, ("all", "0"), "τ untrained").startswith("1.00 [")
+    assert cell(report, 0, ("all", "1"), "rounds") == "4"
+    assert cell(report, 0, ("chat", "1"), "τ trained") == "-"  # not measured is not zero
 
 
 def test_position_table_keeps_conditional_and_survival_apart() -> None:
     report = make_report()
-    assert cell(report, 1, "2", "conditional T=0").startswith("1.00")  # every round that reached 2 accepted it
-    assert cell(report, 1, "2", "survival T=0").startswith("0.80")
-    assert cell(report, 1, "2", "rounds T=0") == "4"
-    assert cell(report, 1, "1", "untrained T=0") == "0.00"
+    # Every round that reached position 2 accepted it, but one of five did not reach it.
+    assert cell(report, 1, ("0", "2"), "conditional").startswith("1.00")
+    assert cell(report, 1, ("0", "2"), "survival") == "0.80"
+    assert cell(report, 1, ("0", "2"), "rounds") == "4"
+    assert cell(report, 1, ("0", "1"), "untrained: conditional") == "0.00"
+    assert cell(report, 1, ("1", "3"), "conditional") == "-"
 
 
 def test_comparison_shows_times_in_milliseconds_and_the_speed_up() -> None:
