@@ -21,12 +21,12 @@ _NOTE_TAU = (
     "A round that a stop token ends has no bonus token; one that passes max_new_tokens counts in full."
 )
 _NOTE_POSITION = (
-    "conditional: accepted given that every earlier draft of the round was, over so many rounds; survival: share of all "
-    "rounds that accepted at least this many drafts; their sum is the accepted drafts per round."
+    "conditional: accepted given that every earlier draft of the round was, over so many rounds; survival: share of "
+    "all rounds that accepted at least this many drafts; their sum is the accepted drafts per round."
 )
 _NOTE_SPEED = (
-    "drafts: accepted per round. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per token of the target "
-    "alone, per draft and per verification, measured in this run on this machine."
+    "drafts: accepted per round. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per token of the "
+    "target alone, per draft and per verification, measured in this run on this machine."
 )
 
 
