@@ -84,7 +84,8 @@ def check_space(
     if estimate.stored_bytes > free:
         raise PreflightFailed(
             f"cache.url {config.cache.url}: {free / 2**30:.1f} GiB free or its own, up to "
-            f"{estimate.stored_bytes / 2**30:.1f} GiB needed for {count:,} prompts; free some, choose another place, or set cache.ignore_free_space=true"
+            f"{estimate.stored_bytes / 2**30:.1f} GiB needed for {count:,} prompts; "
+            "free some, choose another place, or set cache.ignore_free_space=true"
         )
     return estimate.stored_bytes
 

@@ -16,6 +16,7 @@ from pipeline.engines.hf import load_target
 from pipeline.turns import ERROR_COLUMN
 
 STOP = 2
+ANSWER_TOKENS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Mood:
     hang: bool = False
     refuse: frozenset[str] = frozenset()
     """Sample ids that come back with an error."""
+    probing: bool = False
+    """Plain greedy decoding for the preflight; else answers are short and end with the stop token."""
 
 
 class FakeEngine:
@@ -51,12 +54,11 @@ class FakeEngine:
         common = {name: row[name] for name in ("sample_id", "turn", "carry")}
         if row["sample_id"] in self.mood.refuse:
             return {**common, "prompt_token_ids": None, "generated_tokens": [], ERROR_COLUMN: "ValueError: refused"}
-        return {
-            **common,
-            "prompt_token_ids": row["tokenized_prompt"],
-            "generated_tokens": greedy(self.model, row["tokenized_prompt"], row["max_tokens"]),
-            ERROR_COLUMN: "",
-        }
+        prompt = row["tokenized_prompt"]
+        generated = greedy(self.model, prompt, row["max_tokens"] if self.mood.probing else ANSWER_TOKENS)
+        if not self.mood.probing and generated[-1] != STOP:
+            generated = [*generated, STOP]
+        return {**common, "prompt_token_ids": prompt, "generated_tokens": generated, ERROR_COLUMN: ""}
 
 
 def greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
@@ -77,7 +79,7 @@ def engine_factory(target: TargetSection, mood: Mood) -> Callable[[bool], Any]:
     import ray
 
     def make(probing: bool) -> Any:
-        used = Mood(marker=mood.marker.with_name("preflight")) if probing else mood
+        used = Mood(marker=mood.marker.with_name("preflight"), probing=True) if probing else mood
 
         def run(dataset: Any) -> Any:
             return dataset.map_batches(

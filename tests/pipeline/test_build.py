@@ -15,12 +15,12 @@ from cache_store.errors import CacheMismatch
 from cache_store.ledger import Ledger
 from cache_store.reader import CacheReader
 from cache_store.storage import open_storage
-from pipeline.build import BuildReport, run_build
+from pipeline.build import BuildReport, prepare, run_build
 from pipeline.cluster import ray_session
 from pipeline.config import ClusterSection, Config
 from pipeline.engines.hf import load_target
 from pipeline.errors import BuildFailed, ConfigError, PreflightFailed
-from tests.pipeline.fake_engine import Mood, engine_factory, greedy
+from tests.pipeline.fake_engine import ANSWER_TOKENS, STOP, Mood, engine_factory, greedy
 
 ROWS = [{"id": f"p{n}", "domain": "d", "messages": [{"role": "user", "content": f"question {n}"}]} for n in range(10)]
 TWO_TURNS = {
@@ -57,14 +57,16 @@ def ids_once(config: Config) -> tuple[list[str], set[str]]:
     return cached, rejected
 
 
-def test_a_build_holds_the_targets_own_states(make_config: MakeConfig) -> None:
+def test_a_build_holds_the_targets_own_states_though_its_engine_died(make_config: MakeConfig) -> None:
     config = make_config([*ROWS, TWO_TURNS, "{broken", {"id": "long", "prompt": "word " * 200}])
-    report = build(config)
+    report = build(config, die_on_batch=2, refuse=frozenset({"p4"}))
+    assert Path(config.cache.url).with_name("batches").stat().st_size > 3  # the dead engine's batch came again
     cached, rejected = ids_once(config)
-    assert cached == sorted([*(row["id"] for row in ROWS), "two"])
-    assert rejected == {f"{config.prompts.sources[0]}:12", "long"}
-    assert (report.samples, report.rejected, report.duplicates) == (11, 2, 0)
-    assert "2 rejected" in "\n".join(report.lines())
+    assert cached == sorted([*(row["id"] for row in ROWS if row["id"] != "p4"), "two"])
+    assert rejected == {f"{config.prompts.sources[0]}:12", "long", "p4"}
+    assert (report.samples, report.rejected) == (10, 3)
+    assert report.rejects["regenerate"]["turn 0: the engine refused it: ValueError: refused"] == 1
+    assert "3 rejected" in "\n".join(report.lines())
 
     model = load_target(config.target, "cpu")
     reader = CacheReader(open_storage(config.cache.url))
@@ -78,24 +80,13 @@ def test_a_build_holds_the_targets_own_states(make_config: MakeConfig) -> None:
         spans = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(int), [0]]))).reshape(-1, 2)
         assert len(spans) == (2 if name == "two" else 1)
         for start, end in spans.tolist():
-            assert ids[start:end] == greedy(model, ids[:start], 8)
+            answer = greedy(model, ids[:start], ANSWER_TOKENS)
+            assert ids[start:end] == (answer if answer[-1] == STOP else [*answer, STOP])
         assert sample.metadata["domain"] == ("d" if name == "p3" else None)
 
 
-def test_a_finished_build_does_nothing_and_shuffled_input_is_the_same(
-    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(ROWS)
-    build(config)
-    names = {info.name for info in open_storage(config.cache.url).list("")}
-    config = make_config(random.Random(1).sample(ROWS, len(ROWS)))
-    report = build(config)
-    assert "nothing is missing" in capsys.readouterr().out
-    assert report.samples == len(ROWS)
-    assert {info.name for info in open_storage(config.cache.url).list("")} == names
-
-
-def test_half_of_the_work_lost_is_half_of_the_work_redone(make_config: MakeConfig) -> None:
+@pytest.mark.slow
+def test_what_is_lost_is_redone_and_nothing_else(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config(ROWS)
     build(config)
     storage = open_storage(config.cache.url)
@@ -108,22 +99,15 @@ def test_half_of_the_work_lost_is_half_of_the_work_redone(make_config: MakeConfi
     assert report.extract.samples == lost_samples < len(ROWS)
     assert ids_once(config) == (sorted(row["id"] for row in ROWS), set())
 
-
-def test_an_engine_that_dies_is_restarted_and_its_rows_are_answered_once(make_config: MakeConfig) -> None:
-    config = make_config(ROWS)
-    build(config, die_on_batch=2)
-    assert Path(config.cache.url).with_name("batches").stat().st_size > 3
-    assert ids_once(config) == (sorted(row["id"] for row in ROWS), set())
-
-
-def test_rows_that_the_engine_refuses_are_rejected_with_its_words(make_config: MakeConfig) -> None:
-    config = make_config(ROWS)
-    report = build(config, refuse=frozenset({"p4"}))
-    cached, rejected = ids_once(config)
-    assert (len(cached), rejected) == (9, {"p4"})
-    assert report.rejects == {"regenerate": {"turn 0: the engine refused it: ValueError: refused": 1}}
+    names = {info.name for info in storage.list("")}
+    shuffled = make_config(random.Random(1).sample(ROWS, len(ROWS)))
+    report = build(shuffled)
+    assert "nothing is missing" in capsys.readouterr().out
+    assert report.samples == len(ROWS)
+    assert {info.name for info in storage.list("")} == names
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_answers_is_reported_and_the_build_continues_later(make_config: MakeConfig) -> None:
     config = make_config(ROWS[:3], generation={"stall_timeout_s": 20})
     with pytest.raises(BuildFailed, match=r"regenerate: no row finished for 20 s.*the same command continues"):
@@ -133,8 +117,7 @@ def test_an_engine_that_never_answers_is_reported_and_the_build_continues_later(
 
 
 def test_another_build_into_the_same_place_is_refused_by_field(make_config: MakeConfig) -> None:
-    config = make_config(ROWS[:2])
-    build(config)
+    prepare(make_config(ROWS[:2]))
     changes: list[tuple[dict[str, Any], str]] = [
         ({"generation": {"sampling": {"temperature": 0.3, "max_new_tokens": 8}}}, "temperature"),
         ({"generation": {"sampling": {"seed": 7, "max_new_tokens": 8}}}, "seed"),
@@ -149,11 +132,12 @@ def test_another_build_into_the_same_place_is_refused_by_field(make_config: Make
     ]
     for sections, field in changes:
         with pytest.raises(CacheMismatch, match=field):
-            build(make_config(**sections))
+            prepare(make_config(**sections))
     with pytest.raises(CacheMismatch, match="prompts"):
-        build(make_config(ROWS[:3]))
+        prepare(make_config(ROWS[:3]))
 
 
+@pytest.mark.slow
 def test_a_preflight_with_another_models_tokens_fails(make_config: MakeConfig, tmp_path: Path) -> None:
     from tests.pipeline.hf_target import save_tiny_target
 
