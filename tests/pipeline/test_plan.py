@@ -34,9 +34,9 @@ def test_qwen3_4b_is_priced_without_weights(full_size: Config) -> None:
 @pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
 def test_drafter_parameters_equal_the_built_one(full_size: Config, head: str) -> None:
     import torch
-    from model.drafter import DSparkDrafter
 
     from model.config import DrafterConfig, DrafterShape
+    from model.drafter import DSparkDrafter
 
     size = target_size(full_size)
     rank = 0 if head == "none" else 16
