@@ -69,7 +69,7 @@ TARGET_ALONE = "target"
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95 % bootstrap interval over prompts; the bounds are None with fewer than two prompts."""
+    """A value and its 95 % bootstrap interval over prompts; the bounds are None with fewer than two such prompts."""
 
     value: float
     low: float | None
@@ -210,7 +210,7 @@ def _resamples(prompts: int, seed: int) -> np.ndarray:
 
 def _ratio(numerator_P: np.ndarray, denominator_P: np.ndarray, weights_RP: np.ndarray) -> Estimate:
     value = float(numerator_P.sum() / denominator_P.sum())
-    if len(numerator_P) < 2:
+    if np.count_nonzero(denominator_P) < 2:
         return Estimate(value, None, None)
     numerators, denominators = weights_RP @ numerator_P, weights_RP @ denominator_P
     drawn = numerators[denominators > 0] / denominators[denominators > 0]

@@ -268,8 +268,10 @@ def _make_report(
     acceptance = tuple(summarise(rounds, block_size=block_size, seed=section.seed))
     rejected_turns = [reason for result in results for reason in result.rejected]
     warnings = list(ready.warnings)
-    warnings += [f"rejected row: {reason}" for reason in ready.held_out.rejected[:5]]
-    warnings += [f"turn not evaluated: {reason}" for reason in rejected_turns[:5]]
+    if ready.held_out.rejected:
+        warnings.append(f"{len(ready.held_out.rejected)} rows rejected; the first: {ready.held_out.rejected[0]}")
+    if rejected_turns:
+        warnings.append(f"{len(rejected_turns)} turns not evaluated; the first: {rejected_turns[0]}")
     longest = max(d.prompt_tokens + len(d.output_ids) for d in decodes)
     if longest > config.training.max_length:
         warnings.append(

@@ -56,7 +56,9 @@ def fit(drafter: DSparkDrafter, config: Config, prompts: Sequence[str]) -> None:
         mask = np.arange(len(ids)) >= len(context)
         _, hidden = verifier.start(ids.tolist())
         blocks = build_blocks(ids[None], torch.from_numpy(mask)[None], [legal_anchors(mask)], drafter.config, 4.0)
-        batches.append(DrafterInputs(hidden[None], torch.zeros(1, len(ids), heads.embedding_VD.shape[1]), blocks))
+        batches.append(
+            DrafterInputs(hidden.clone()[None], torch.zeros(1, len(ids), heads.embedding_VD.shape[1]), blocks)
+        )
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -138,6 +138,10 @@ def test_interval_resamples_prompts_not_rounds() -> None:
 
 def test_one_prompt_has_no_interval_and_the_seed_fixes_the_others() -> None:
     assert summarise_group([make_round(1)], domain="math", block_size=GAMMA, seed=0).accepted_length.low is None
+    # Two prompts, but only one of them reached position 2.
+    reached_once = summarise_group([make_round(1), make_round(0, prompt="p1")], domain="m", block_size=GAMMA, seed=0)
+    assert reached_once.positions[0].conditional.low is not None
+    assert reached_once.positions[1].conditional.low is None
     rounds = [make_round(i % 4, prompt=f"p{i}") for i in range(20)]
     first, again = (summarise_group(rounds, domain="math", block_size=GAMMA, seed=5) for _ in range(2))
     assert first == again
