@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cache_store.errors import SampleRejected
+from cache_store.errors import CacheError, SampleRejected
 from cache_store.ledger import Ledger, Reject
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import Storage
@@ -28,10 +28,10 @@ from cache_store.writer import CacheWriter
 from pipeline.cluster import watch
 from pipeline.config import Config, TargetSection
 from pipeline.engines.hf import HiddenStateExtractor, SequenceStates, load_target
-from pipeline.errors import BuildFailed
+from pipeline.errors import BuildFailed, PipelineError
 from pipeline.responses import Place, Response, load_responses
 from pipeline.telemetry import Progress
-from pipeline.work import one_line, own_error, read_pieces, split
+from pipeline.work import early_end, read_pieces, split
 
 _SCHEMA = pa.schema(
     {
@@ -123,14 +123,8 @@ def _run_pass(
             for name in ("samples", "tokens", "rejected", "bytes", "forward_s", "write_s", "wait_s"):
                 setattr(report, name, getattr(report, name) + row[name])
             progress.update(row["samples"], failed=row["rejected"], detail=_detail(report))
-    except BuildFailed:
-        raise
-    except Exception as error:
-        if (own := own_error(error)) is not None:
-            raise BuildFailed(f"extract: {own}; the same command continues") from error
-        if not isinstance(error, ray.exceptions.RayError):
-            raise
-        reason = one_line(error)
+    except (ray.exceptions.RayError, CacheError, PipelineError) as error:
+        reason = early_end("extract", error)
         progress.finish(f"pass ended early ({reason}), going over what is missing")
         return reason
     finally:

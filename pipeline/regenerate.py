@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cache_store.errors import CacheError
 from cache_store.ledger import Ledger
 from pipeline.cluster import watch
 from pipeline.config import Config
-from pipeline.errors import BuildFailed
+from pipeline.errors import BuildFailed, PipelineError
 from pipeline.prompt_store import PromptIndex
 from pipeline.responses import Place, TurnIndex, index_turn
 from pipeline.telemetry import Progress
 from pipeline.turns import Pending, Recipe, render_requests, to_answers, unit_id, write_answers
-from pipeline.work import one_line, own_error, read_pieces, split
+from pipeline.work import early_end, read_pieces, split
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -111,14 +112,8 @@ def _run_pass(
             report.generated_tokens += row["tokens"]
             report.truncated += row["truncated"]
             progress.update(row["answers"], failed=row["failed"], detail=f"{report.generated_tokens:,} tokens")
-    except BuildFailed:
-        raise
-    except Exception as error:
-        if (own := own_error(error)) is not None:
-            raise BuildFailed(f"{stage}: {own}; the same command continues") from error
-        if not isinstance(error, ray.exceptions.RayError):
-            raise
-        reason = one_line(error)
+    except (ray.exceptions.RayError, CacheError, PipelineError) as error:
+        reason = early_end(stage, error)
         progress.finish(f"pass ended early ({reason}), going over what is missing")
         return reason
     finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 
 from cache_store.errors import CacheError
-from pipeline.errors import PipelineError
+from pipeline.errors import BuildFailed, PipelineError
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -47,6 +47,18 @@ def own_error(error: BaseException) -> CacheError | PipelineError | None:
             return current
         current = getattr(current, "cause", None) or current.__cause__
     return None
+
+
+def early_end(stage: str, error: Exception) -> str:
+    """Why a pass over missing rows ended early, when going over what is missing may help.
+
+    Raises BuildFailed when it cannot: for a stall, and for a typed error of ours inside a failed Ray task.
+    """
+    if isinstance(error, BuildFailed):
+        raise error
+    if (own := own_error(error)) is not None:
+        raise BuildFailed(f"{stage}: {own}; the same command continues") from error
+    return one_line(error)
 
 
 def one_line(error: BaseException) -> str:
