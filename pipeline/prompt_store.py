@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from cache_store.ledger import Ledger, Reject
 from cache_store.storage import Storage
-
 from pipeline.config import Config
 from pipeline.errors import BuildFailed, ConfigError
 from pipeline.prompts import Prompt, PromptCounts, read_prompts
