@@ -24,7 +24,7 @@ from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, NEW_TOKENS, FITTED_PROMPTS, STEPS = 50, 32, 4, 60
+PROMPTS, NEW_TOKENS, FITTED_PROMPTS, STEPS = 50, 32, 2, 80
 LOSS = LossConfig(ce=1.0, l1=0.0, confidence=0.1, decay_gamma=4.0, rows_per_chunk=512)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -39,6 +39,9 @@ def make_config(folder: Path) -> Config:
         f"evaluation.max_new_tokens={NEW_TOKENS}",
         "evaluation.temperatures=[0.0]",
         "evaluation.limit_per_domain=13",
+        "evaluation.target_prompts_per_domain=null",
+        "evaluation.compare_untrained=false",
+        "evaluation.num_actors=2",
     ]
     return load_config(ROOT / "jobs/configs/smollm2_demo.yaml", overrides)
 
