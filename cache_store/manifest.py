@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cache_store.errors import CacheError
-from cache_store.schema import FORMAT_VERSION, is_int
+from cache_store.schema import FORMAT_VERSION, is_int, parse_versioned
 
 MANIFEST = "manifest.json"
 SPEC = "cache.json"
@@ -65,7 +65,7 @@ class ShardRecord:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "shard record") -> ShardRecord:
         """Read `to_json`'s text. Raises CacheError naming `where` and the field."""
-        data = _parse(text, where)
+        data = parse_versioned(text, where)
         raw = data.pop("samples", None)
         if not isinstance(raw, list):
             raise CacheError(f"{where}: samples is {type(raw).__name__}, wanted a list")
@@ -125,25 +125,12 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = MANIFEST) -> Manifest:
         """Read `to_json`'s text. Raises CacheError naming `where` and the field."""
-        data = _parse(text, where)
+        data = parse_versioned(text, where)
         shards = data.pop("shards", None)
         if not isinstance(shards, list):
             raise CacheError(f"{where}: shards is {type(shards).__name__}, wanted a list")
         summaries = tuple(ShardSummary(**_checked(ShardSummary, item, where)) for item in shards)
         return cls(shards=summaries, **_checked(cls, data, where, skip=("shards",)))
-
-
-def _parse(text: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise CacheError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CacheError(f"{where}: found {type(data).__name__}, wanted an object")
-    version = data.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise CacheError(f"{where}: format_version {version!r}, this program reads {FORMAT_VERSION}")
-    return data
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

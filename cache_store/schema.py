@@ -74,15 +74,7 @@ class CacheSpec:
     @classmethod
     def from_json(cls, text: str | bytes) -> CacheSpec:
         """Read `to_json`'s text; unknown, missing or wrongly typed fields raise CacheError."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise CacheError(f"cache.json is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise CacheError(f"cache.json: found {type(data).__name__}, wanted an object")
-        version = data.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise CacheError(f"cache.json: format_version {version!r}, this program reads {FORMAT_VERSION}")
+        data = parse_versioned(text, "cache.json")
         names = {field.name for field in fields(cls)}
         if set(data) != names:
             raise CacheError(
@@ -91,6 +83,23 @@ class CacheSpec:
         if not isinstance(data["layer_ids"], list):
             raise CacheError(f"cache.json: layer_ids is {data['layer_ids']!r}, wanted a list")
         return cls(**data)
+
+
+def parse_versioned(text: str | bytes, where: str) -> dict[str, Any]:
+    """The fields of one of the format's JSON objects, without its format_version.
+
+    Raises CacheError naming `where` for broken JSON, anything but an object, and another version.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise CacheError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CacheError(f"{where}: found {type(data).__name__}, wanted an object")
+    version = data.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise CacheError(f"{where}: format_version {version!r}, this program reads {FORMAT_VERSION}")
+    return data
 
 
 def _problems(spec: CacheSpec) -> list[str]:
