@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cache_store.estimate import estimate_bytes
+from cache_store.schema import CacheSpec
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 
 GIB = 2**30
 BF16_BYTES = 2
-# Stored size over raw size of bf16 hidden states, measured on a real target (cache_store/FORMAT.md).
-CODEC_FACTOR = {"bss1": 0.69, "raw": 1.0}
 # fp32 master, exp_avg and exp_avg_sq of AdamW: 12 bytes a parameter; ZeRO 1 and 2 split them over the workers.
 OPTIMIZER_BYTES = 12
 
@@ -79,22 +79,18 @@ class Plan:
     extraction_bytes: int
     training_bytes: int
     steps: int
-    kept_in_memory: str
 
 
 def make_plan(config: Config, size: TargetSize, samples: int) -> Plan:
     """Price the build and the training of `samples` prompts.
 
-    Raises ConfigError when the run would have no optimizer step.
+    Raises ConfigError when the run would have no optimizer step, CacheError for layers that the target lacks.
     """
     response = config.plan.response_tokens or config.generation.sampling.max_new_tokens
     per_sample = min(config.plan.prompt_tokens + response, config.max_length)
     tokens = round(samples * per_sample)
     fraction = min(1.0, response / per_sample)
-    captured = len(config.extraction.layer_ids)
-    raw = tokens * (captured + 1) * size.hidden * BF16_BYTES
-    last_share = fraction if config.cache.last_hidden == "needed" else 1.0
-    stored = round(raw * CODEC_FACTOR[config.cache.codec] * (captured + last_share) / (captured + 1))
+    cache = estimate_bytes(_cache_spec(config, size), tokens, fraction, samples=samples)
     steps = math.floor(config.training.epochs * samples / config.training.global_batch_size)
     if steps < 1:
         raise ConfigError(
@@ -106,16 +102,28 @@ def make_plan(config: Config, size: TargetSize, samples: int) -> Plan:
         samples=samples,
         tokens=tokens,
         supervised_fraction=fraction,
-        raw_bytes=raw,
-        stored_bytes=stored,
-        shards=max(1, math.ceil(stored / (config.cache.shard_mb * 2**20))),
+        raw_bytes=cache.raw_bytes,
+        stored_bytes=cache.stored_bytes,
+        shards=cache.shards,
         target_parameters=size.parameters,
         drafter_parameters=drafter,
         generation_weights_bytes=size.parameters * BF16_BYTES,
         extraction_bytes=_extraction_bytes(config, size),
         training_bytes=_training_bytes(config, size, drafter),
         steps=steps,
-        kept_in_memory="weights, optimizer states, one micro-batch and one loss chunk",
+    )
+
+
+def _cache_spec(config: Config, size: TargetSize) -> CacheSpec:
+    return CacheSpec(
+        layer_ids=config.extraction.layer_ids,
+        hidden_size=size.hidden,
+        num_target_layers=size.layers,
+        vocab_size=size.vocab,
+        codec=config.cache.codec,
+        last_hidden=config.cache.last_hidden,
+        shard_bytes=config.cache.shard_mb * 2**20,
+        identity={},  # a price depends on shapes alone
     )
 
 
@@ -220,7 +228,10 @@ def format_plan(plan: Plan, config: Config) -> str:
             f"{plan.generation_weights_bytes / GIB:,.1f} GiB of weights, the rest for its KV cache",
         ),
         ("memory per extraction actor", f"{plan.extraction_bytes / GIB:,.1f} GiB"),
-        ("memory per training worker", f"{plan.training_bytes / GIB:,.1f} GiB ({plan.kept_in_memory})"),
+        (
+            "memory per training worker",
+            f"{plan.training_bytes / GIB:,.1f} GiB (weights, optimizer states, one micro-batch and one loss chunk)",
+        ),
         ("optimizer steps", f"{plan.steps:,} of {config.training.global_batch_size} samples"),
     ]
     width = max(len(name) for name, _ in rows)
