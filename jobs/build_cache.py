@@ -9,10 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from jobs.cli import run_job
-from pipeline.build import run_build
+from pipeline.build import EXIT_COMPLETE_WITH_REJECTS, run_build
 from pipeline.config import Config
-
-EXIT_COMPLETE_WITH_REJECTS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:

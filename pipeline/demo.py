@@ -8,12 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.build import EXIT_COMPLETE_WITH_REJECTS
 from pipeline.config import Config
 from pipeline.demo_target import prepare_demo_target
 from pipeline.errors import PipelineError
 from pipeline.telemetry import format_duration
-
-EXIT_COMPLETE_WITH_REJECTS = 3
 
 
 def demo_steps(config: Config, config_path: str) -> list[tuple[str, list[str]]]:

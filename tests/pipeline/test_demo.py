@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline import demo
+from pipeline.build import EXIT_COMPLETE_WITH_REJECTS
 from pipeline.config import load_config
 from pipeline.errors import PipelineError
 
@@ -36,7 +37,7 @@ def test_every_step_is_a_public_command() -> None:
 def test_steps_run_in_order_and_the_end_names_artefacts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran = _run(monkeypatch, [demo.EXIT_COMPLETE_WITH_REJECTS, 0, 0, 0, 0])
+    ran = _run(monkeypatch, [EXIT_COMPLETE_WITH_REJECTS, 0, 0, 0, 0])
     assert demo.run_demo(CONFIG, PATH) == 0
     assert [Path(command[1]).stem for command in ran] == [
         "build_cache",
