@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 
 from cache_store import codec
+from cache_store.errors import AlreadyExists
 from cache_store.ledger import seal
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import Storage
@@ -62,3 +64,23 @@ def build_cache(
     if sealed:
         seal(storage, expected_ids=[sample.sample_id for sample in samples])
     return samples
+
+
+def race_to_put(storage: Storage, name: str, racers: int) -> list[int]:
+    """Writers that start together, each putting its own number under `name` if absent: the numbers of the losers."""
+    lost: list[int] = []
+    barrier = threading.Barrier(racers)
+
+    def race(number: int) -> None:
+        barrier.wait()
+        try:
+            storage.put(name, b"%d" % number, if_absent=True)
+        except AlreadyExists:
+            lost.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return lost

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from cache_store import storage as storage_module
 from cache_store.errors import AlreadyExists, NotFound, SampleRejected, StorageError
 from cache_store.storage import ATTEMPTS, Storage, open_storage
+from tests.cache_store.samples import race_to_put
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -72,21 +72,8 @@ def test_conditional_put_keeps_the_first(storage: Storage, tmp_path: Path) -> No
 
 
 def test_one_of_many_racers_wins(tmp_path: Path) -> None:
-    storage, lost = open_storage(str(tmp_path)), []
-    barrier = threading.Barrier(8)
-
-    def race(number: int) -> None:
-        barrier.wait()
-        try:
-            storage.put("prize", b"%d" % number, if_absent=True)
-        except AlreadyExists:
-            lost.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    storage = open_storage(str(tmp_path))
+    lost = race_to_put(storage, "prize", racers=8)
     assert sorted([*lost, int(storage.read("prize"))]) == list(range(8))
 
 

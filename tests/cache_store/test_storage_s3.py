@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 from cache_store import storage as storage_module
 from cache_store.audit import verify_cache
 from cache_store.dataset import StreamConfig, TargetCacheStream, make_loader
-from cache_store.errors import AlreadyExists, CacheMismatch, NotFound, StorageError
+from cache_store.errors import CacheMismatch, NotFound, StorageError
 from cache_store.ledger import Ledger, Reject, seal
 from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 from cache_store.writer import create_cache
-from tests.cache_store.samples import build_cache, make_spec
+from tests.cache_store.samples import build_cache, make_spec, race_to_put
 from tests.conftest import S3Server, free_ports
 
 
@@ -54,21 +53,8 @@ def test_objects_round_trip_with_ranges(bucket: Storage, tmp_path: Path, monkeyp
 
 
 def test_one_of_many_racing_writers_wins(bucket: Storage) -> None:
-    lost: list[int] = []
-
-    def race(number: int) -> None:
-        try:
-            bucket.put("prize", b"%d" % number, if_absent=True)
-        except AlreadyExists:
-            lost.append(number)
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winner = int(bucket.read("prize"))
-    assert sorted([*lost, winner]) == list(range(8))
+    lost = race_to_put(bucket, "prize", racers=8)
+    assert sorted([*lost, int(bucket.read("prize"))]) == list(range(8))
 
 
 def test_wrong_bucket_is_refused_in_one_line(s3_server: S3Server) -> None:
