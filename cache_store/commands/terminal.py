@@ -1,0 +1,43 @@
+"""What the commands share: exit codes, how a cache is opened, sizes and tables for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from cache_store.reader import CacheReader
+from cache_store.storage import Storage, open_storage
+
+EXIT_OK, EXIT_FAILED, EXIT_ORPHANS = 0, 1, 3
+
+
+def storage_of(options: argparse.Namespace) -> Storage:
+    """The storage that the command's URL names."""
+    return open_storage(options.url, endpoint_url=options.endpoint_url)
+
+
+def open_cache(options: argparse.Namespace) -> CacheReader:
+    """The command's cache, sealed or still being built."""
+    return CacheReader(storage_of(options), allow_unsealed=True)
+
+
+def pairs_table(title: str, values: dict[str, Any]) -> Table:
+    """Names and values; what is not text is shown as JSON."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in values.items():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        table.add_row(name, Text(shown, overflow="fold"))
+    return table
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
