@@ -2,7 +2,7 @@
 
 Every rank yields, for every optimizer step, the same number of micro-batches, whatever its share of the samples, so
 that collective operations stay in step; the samples of a step depend on (seed, step) alone (`order.py`).
-Legend: B samples, T tokens (the longest of the batch), L captured layers, D hidden size.
+Legend: N documents (samples), B rows, T tokens of the longest row, L captured layers, D hidden size.
 """
 
 from __future__ import annotations
@@ -61,25 +61,46 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheBatch:
-    """One micro-batch, padded with zeros on the right. B may be 0 (then T = 1): the rank has no sample left."""
+    """One micro-batch: N documents (samples) in B rows, padded with zeros on the right.
+
+    Without packing every row is one document: N = B, `rows` = 0..B-1, `starts` = 0. With packing the documents of a
+    row stand one after another; they never share attention. B may be 0 (then T = 1): the rank has no sample left.
+    """
 
     step: int
     micro_index: int
+    micro_batches: int
+    """Micro-batches of this optimizer step, the same on every rank."""
     sample_ids: list[str]
+    """Of the N documents."""
     epochs: torch.Tensor
-    """int64 [B]: with `positions`, the key of a sample's own randomness (anchors)."""
+    """int64 [N]: with `positions`, the key of a sample's own randomness (anchors)."""
     positions: torch.Tensor
-    """int64 [B]: positions in the cache."""
+    """int64 [N]: positions in the cache."""
+    rows: torch.Tensor
+    """int64 [N], ascending: the row that holds the document."""
+    starts: torch.Tensor
+    """int64 [N]: column of its first token; its own token positions count from 0 there."""
+    lengths: torch.Tensor
+    """int64 [N]: its tokens."""
     input_ids: torch.Tensor
     """int64 [B, T]."""
     loss_mask: torch.Tensor
     """bool [B, T]."""
-    lengths: torch.Tensor
-    """int64 [B]."""
+    documents: torch.Tensor
+    """int64 [B, T]: number of the document (0..N-1) that a token belongs to; -1 at padding."""
     hidden_states: torch.Tensor
     """bfloat16 [B, T, L*D]: the captured layers of a token, ascending, one after another."""
     last_hidden_state: torch.Tensor
     """bfloat16 [B, T, D]; zero rows where the cache does not store it."""
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [B, T]: position of a token within its own document; 0 at padding."""
+        columns = torch.arange(self.documents.shape[1]).expand_as(self.documents)
+        if not len(self.starts):
+            return torch.zeros_like(columns)
+        return torch.where(self.documents < 0, 0, columns - self.starts[self.documents.clamp(min=0)])
 
     def pin_memory(self) -> CacheBatch:
         """The same batch in page-locked memory (DataLoader calls this)."""
@@ -128,12 +149,16 @@ class TargetCacheStream(IterableDataset):
         batch = CacheBatch(
             step=step,
             micro_index=micro,
+            micro_batches=config.micro_batches,
             sample_ids=[reader.sample_id(int(position)) for position in positions],
             epochs=torch.from_numpy(epochs),
             positions=torch.from_numpy(positions),
+            rows=torch.arange(size),
+            starts=torch.zeros(size, dtype=torch.int64),
+            lengths=torch.from_numpy(lengths),
             input_ids=torch.zeros(size, longest, dtype=torch.int64),
             loss_mask=torch.zeros(size, longest, dtype=torch.bool),
-            lengths=torch.from_numpy(lengths),
+            documents=torch.full((size, longest), -1, dtype=torch.int64),
             hidden_states=torch.empty(size, longest, spec.num_layers * spec.hidden_size, dtype=torch.bfloat16),
             last_hidden_state=torch.zeros(size, longest, spec.hidden_size, dtype=torch.bfloat16),
         )
@@ -148,6 +173,7 @@ def _fill(reader: CacheReader, batch: CacheBatch, row: int) -> None:
     stored = reader.fetch(position)
     batch.input_ids[row, :tokens] = torch.from_numpy(stored.input_ids[:tokens].astype(np.int64))
     batch.loss_mask[row, :tokens] = torch.from_numpy(stored.loss_mask[:tokens])
+    batch.documents[row, :tokens] = row
     batch.hidden_states[row, tokens:] = 0  # the rest of this large tensor is written once, by the decoder
     hidden = batch.hidden_states[row, :tokens].view(torch.uint16).numpy()
     last = batch.last_hidden_state[row, :tokens].view(torch.uint16).numpy()

@@ -93,6 +93,8 @@ def test_contents_are_the_cache_s_own(storage: Storage) -> None:
         for row, sample_id in enumerate(batch.sample_ids):
             sample = reader.read_id(sample_id)
             tokens = int(batch.lengths[row])
+            assert batch.documents[row].tolist() == [row] * tokens + [-1] * (longest - tokens)
+            assert batch.position_ids[row].tolist() == list(range(tokens)) + [0] * (longest - tokens)
             assert reader.position(sample_id) == batch.positions[row]
             assert batch.input_ids[row, :tokens].tolist() == sample.input_ids.tolist()
             assert batch.loss_mask[row, :tokens].tolist() == sample.loss_mask.tolist()
@@ -125,6 +127,8 @@ def test_rank_without_samples_yields_empty_batches(storage: Storage) -> None:
     assert batch.last_hidden_state.shape == (0, 1, 16)
     assert batch.input_ids.shape == batch.loss_mask.shape == (0, 1)
     assert batch.epochs.shape == batch.positions.shape == batch.lengths.shape == (0,)
+    assert batch.rows.shape == batch.starts.shape == (0,)
+    assert batch.documents.shape == batch.position_ids.shape == (0, 1)
 
 
 def test_pinning_keeps_everything(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

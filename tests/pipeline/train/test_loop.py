@@ -95,12 +95,16 @@ def batch_at(step: int, micro: int, size: int = 2) -> CacheBatch:
     return CacheBatch(
         step=step,
         micro_index=micro,
+        micro_batches=CONFIG.micro_batches,
         sample_ids=[f"s{position}" for position in positions.tolist()],
         epochs=torch.zeros(size, dtype=torch.int64),
         positions=positions,
+        rows=torch.arange(size),
+        starts=torch.zeros(size, dtype=torch.int64),
+        lengths=torch.full((size,), 6),
         input_ids=torch.zeros(size, 6, dtype=torch.int64),
         loss_mask=mask,
-        lengths=torch.full((size,), 6),
+        documents=torch.arange(size)[:, None].expand(size, 6).clone(),
         hidden_states=hidden,
         last_hidden_state=torch.zeros(size, 6, 4, dtype=torch.bfloat16),
     )
