@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
         pa.field("spans", pa.large_binary(), nullable=False),  # int32 pairs [start, end), little-endian
         pa.field("checksum", pa.uint32(), nullable=False),  # crc32c of the range
         pa.field("finish", pa.large_string()),
+        pa.field("domain", pa.large_string()),
     ]
 )
 
@@ -54,6 +55,7 @@ def build(records: Sequence[ShardRecord]) -> pa.Table:
         "spans": [np.asarray(sample.supervised_spans, dtype="<i4").tobytes() for sample in samples],
         "checksum": [int(sample.checksum, 16) for sample in samples],
         "finish": [sample.finish for sample in samples],
+        "domain": [sample.domain for sample in samples],
     }
     return pa.Table.from_pydict(values, schema=SCHEMA)
 

@@ -32,6 +32,8 @@ class SampleRecord:
     """crc32c of the range, 8 hex digits."""
     finish: str | None
     """Finish reason of the last turn, where the build gave one."""
+    domain: str | None
+    """Domain of the prompt, where the build gave one."""
 
     @property
     def supervised(self) -> int:

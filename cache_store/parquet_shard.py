@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,20 @@ def supervised_spans(loss_mask: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
 
 
+def indexed_metadata(metadata: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """What the index repeats of a sample's metadata: (finish reason of the last turn, domain), None where not given."""
+    reasons, domain = metadata.get("finish_reasons"), metadata.get("domain")
+    last = reasons[-1] if isinstance(reasons, list) and reasons else None
+    return (last if isinstance(last, str) else None), (domain if isinstance(domain, str) else None)
+
+
 class ParquetShardWriter:
     """Writes samples into one local file; nobody may read it before `finish`."""
 
     def __init__(self, path: Path, spec: CacheSpec) -> None:
         self.path, self.spec = path, spec
         self.ids: list[str] = []
-        self._facts: list[tuple[int, tuple[tuple[int, int], ...], str | None]] = []
+        self._facts: list[tuple[int, tuple[tuple[int, int], ...], str | None, str | None]] = []
         self._schema = shard_schema(spec)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pq.ParquetWriter(
@@ -93,10 +101,8 @@ class ParquetShardWriter:
         columns: list[pa.Array] = [pa.array([text], pa.large_string()) for text in (sample.sample_id, metadata)]
         columns += [_one_value(buffer) for buffer in buffers]
         self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
-        reasons = sample.metadata.get("finish_reasons")
-        finish = reasons[-1] if isinstance(reasons, list) and reasons and isinstance(reasons[-1], str) else None
         self.ids.append(sample.sample_id)
-        self._facts.append((len(mask), supervised_spans(sample.loss_mask), finish))
+        self._facts.append((len(mask), supervised_spans(sample.loss_mask), *indexed_metadata(sample.metadata)))
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -113,7 +119,7 @@ class ParquetShardWriter:
                 raise CacheError(f"{self.path}: {metadata.num_rows} rows on disk, {len(self.ids)} were written")
             view = memoryview(content)
             records = []
-            for row, (tokens, spans, finish) in enumerate(self._facts):
+            for row, (tokens, spans, finish, domain) in enumerate(self._facts):
                 offset, length = row_group_range(metadata, row)
                 records.append(
                     SampleRecord(
@@ -124,6 +130,7 @@ class ParquetShardWriter:
                         supervised_spans=spans,
                         checksum=checksum(view[offset : offset + length]),
                         finish=finish,
+                        domain=domain,
                     )
                 )
             return len(view), footer_length(view[-8:]), checksum(view), tuple(records)

@@ -18,6 +18,7 @@ def record(name: str, sample_ids: list[str], finish: str | None = "stop") -> Sha
             supervised_spans=((2, 4), (5, 8)),
             checksum="ffffffff",
             finish=finish,
+            domain="math",
         )
         for row, sample_id in enumerate(sample_ids)
     )

@@ -26,6 +26,7 @@ def sample_records(draw: st.DrawFn) -> SampleRecord:
         supervised_spans=tuple(zip(edges[::2], edges[1::2], strict=True)),
         checksum=draw(HEX),
         finish=draw(st.none() | st.text()),
+        domain=draw(st.none() | st.text()),
     )
 
 
@@ -72,7 +73,7 @@ def test_manifest_round_trip(
 
 
 def record_json(**sample_changes: Any) -> dict[str, Any]:
-    sample = {"sample_id": "a", "offset": 4, "length": 9, "tokens": 5, "checksum": "0", "finish": None}
+    sample = {"sample_id": "a", "offset": 4, "length": 9, "tokens": 5, "checksum": "0", "finish": None, "domain": None}
     sample |= {"supervised_spans": [[1, 3], [4, 5]], **sample_changes}
     record = {"name": "n", "format": "parquet", "codec": "raw", "fingerprint": "f", "checksum": "0"}
     record |= {"num_samples": 1, "num_tokens": 5, "num_bytes": 20, "footer_bytes": 3}

@@ -18,6 +18,7 @@ from cache_store.manifest import SampleRecord
 from cache_store.parquet_shard import (
     ParquetShardWriter,
     RangeWindow,
+    indexed_metadata,
     needed_positions,
     parse_footer,
     read_row,
@@ -179,3 +180,16 @@ def test_window_has_only_its_bytes() -> None:
     assert window.seek(0, 2) == 106
     window.seek(3)
     assert window.read(2) == b""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "wanted"),
+    [
+        ({}, (None, None)),
+        ({"finish_reasons": ["length", "stop"], "domain": "math"}, ("stop", "math")),
+        ({"finish_reasons": [], "domain": 3}, (None, None)),
+        ({"finish_reasons": "stop", "domain": ""}, (None, "")),
+    ],
+)
+def test_the_index_repeats_only_text(metadata: dict[str, object], wanted: tuple[str | None, str | None]) -> None:
+    assert indexed_metadata(metadata) == wanted
