@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from model.errors import DrafterConfigError
 
 MarkovHeadType = Literal["none", "vanilla", "gated", "rnn"]
+DrafterKind = Literal["dspark", "dflash", "eagle3"]
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +29,14 @@ class DrafterShape:
     enable_confidence_head: bool
     confidence_head_with_markov: bool
     sample_from_anchor: bool
+    kind: DrafterKind = "dspark"
+    sliding_window: int | None = None
+    layer_types: tuple[LayerType, ...] = ()
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    draft_vocab_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +44,8 @@ class DrafterConfig:
     """A drafter, complete (DSpark §3; block layout: `sample_from_anchor`).
 
     `target_layer_ids` are 0-based ids of decoder layers whose OUTPUT the drafter reads, -1 the embedding output;
-    `block_size` is γ, the number of draft tokens per round, whatever the layout.
+    `block_size` is γ, the number of draft tokens per round, whatever the layout (EAGLE-3: steps of its training-time
+    test). `dflash` is a DSpark drafter without heads; `eagle3` never reads `mask_token_id`.
     """
 
     hidden_size: int
@@ -60,9 +67,20 @@ class DrafterConfig:
     enable_confidence_head: bool
     confidence_head_with_markov: bool
     sample_from_anchor: bool
+    kind: DrafterKind = "dspark"
+    sliding_window: int | None = None
+    """w: in a sliding layer a query at position p sees keys at positions j with |p - j| < w."""
+    layer_types: tuple[LayerType, ...] = ()
+    """One per draft layer; () is written out as full attention everywhere."""
+    draft_vocab_size: int = 0
+    """V_d: tokens that may be drafted (draft_vocab.py maps them); 0 is written out as the target's vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work. Raises DrafterConfigError naming the field, the value and the rule."""
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_draft_layers)
+        if self.draft_vocab_size == 0:
+            object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         for name in _POSITIVE_FIELDS:
             if getattr(self, name) < 1:
                 raise DrafterConfigError(f"drafter {name} is {getattr(self, name)}; it must be at least 1")
@@ -78,8 +96,14 @@ class DrafterConfig:
                 f"mask token id {self.mask_token_id} is no row of the target's embedding (vocabulary "
                 f"{self.vocab_size}); choose a rarely used special token of the target"
             )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DrafterConfigError(
+                f"draft_vocab_size is {self.draft_vocab_size}; wanted 1 to the target's {self.vocab_size}"
+            )
         self._check_layers()
         self._check_heads()
+        self._check_kind()
+        self._check_windows()
 
     def _check_layers(self) -> None:
         layers = self.target_layer_ids
@@ -107,6 +131,44 @@ class DrafterConfig:
             raise DrafterConfigError(
                 "confidence_head_with_markov needs a Markov head; set it to false, or choose a markov_head_type"
             )
+
+    def _check_kind(self) -> None:
+        if self.kind not in get_args(DrafterKind):
+            raise DrafterConfigError(
+                f"drafter kind {self.kind!r} is unknown; wanted one of {list(get_args(DrafterKind))}"
+            )
+        fixed = KIND_FIELDS[self.kind]
+        wrong = [
+            f"{name} is {getattr(self, name)!r}, wanted {value!r}"
+            for name, value in fixed.items()
+            if getattr(self, name) != value
+        ]
+        if wrong:
+            raise DrafterConfigError(f"a drafter of kind {self.kind} has no choice here: {'; '.join(wrong)}")
+
+    def _check_windows(self) -> None:
+        unknown = sorted(set(self.layer_types) - set(get_args(LayerType)))
+        if unknown or len(self.layer_types) != self.num_draft_layers:
+            raise DrafterConfigError(
+                f"layer_types {list(self.layer_types)} must name one of {list(get_args(LayerType))} for each of the "
+                f"{self.num_draft_layers} draft layers"
+            )
+        if (self.sliding_window is None) == ("sliding_attention" in self.layer_types):
+            raise DrafterConfigError(
+                f"sliding_window {self.sliding_window} and layer_types {list(self.layer_types)} disagree: a window "
+                "goes with at least one sliding_attention layer"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise DrafterConfigError(f"sliding_window is {self.sliding_window}; it must be at least 1")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a draft layer; None: full attention."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    @property
+    def reduces_vocabulary(self) -> bool:
+        """Whether draft tokens are a subset of the target's, so that a mapping (draft_vocab.py) is needed."""
+        return self.draft_vocab_size < self.vocab_size
 
     @property
     def num_inputs(self) -> int:
@@ -144,6 +206,7 @@ class DrafterConfig:
         """Plain JSON types, one key per field."""
         data = dataclasses.asdict(self)
         data["target_layer_ids"] = list(self.target_layer_ids)
+        data["layer_types"] = list(self.layer_types)
         return data
 
     @classmethod
@@ -154,7 +217,22 @@ class DrafterConfig:
             raise DrafterConfigError(
                 f"drafter config: missing keys {sorted(names - set(data))}, unknown keys {sorted(set(data) - names)}"
             )
-        return cls(**{**data, "target_layer_ids": tuple(data["target_layer_ids"])})
+        tuples = {key: tuple(data[key]) for key in ("target_layer_ids", "layer_types")}
+        return cls(**{**data, **tuples})
+
+
+# What the baselines fix: DFlash has no heads; EAGLE-3 is one autoregressive layer, drafting from the anchor on.
+_NO_HEADS = {
+    "markov_head_type": "none",
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
+KIND_FIELDS: dict[DrafterKind, dict[str, Any]] = {
+    "dspark": {},
+    "dflash": _NO_HEADS,
+    "eagle3": {**_NO_HEADS, "num_draft_layers": 1, "sample_from_anchor": True, "sliding_window": None},
+}
 
 
 _POSITIVE_FIELDS = (

@@ -63,7 +63,9 @@ def config_json(config: DrafterConfig, *, dtype: torch.dtype) -> dict[str, Any]:
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
         **_CONSTANTS,
-        "layer_types": ["full_attention"] * config.num_draft_layers,
+        "layer_types": list(config.layer_types),
+        # vLLM takes sliding layers for causal unless told otherwise.
+        **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, "is_causal": False}),
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
         **{key: data[field] for key, field in _FIELDS.items()},
@@ -80,13 +82,18 @@ def config_from_json(data: Mapping[str, Any], *, source: str) -> DrafterConfig:
     wrong = {key: data[key] for key, value in _CONSTANTS.items() if data.get(key, value) != value}
     if data.get("architectures") != [ARCHITECTURE]:
         wrong["architectures"] = data.get("architectures")
-    if set(data.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        wrong["layer_types"] = data["layer_types"]
+    sliding = "sliding_attention" in (data.get("layer_types") or ())
+    if sliding and data.get("is_causal") is not False:
+        wrong["layer_types"] = f"{data['layer_types']} with is_causal {data.get('is_causal')}"
     if wrong:
         raise CheckpointError(
             f"{source}: {wrong} is not what this drafter computes; wanted {ARCHITECTURE}, {_CONSTANTS}"
         )
     fields = {field: data[key] for key, field in _FIELDS.items()}
+    fields["kind"] = "dspark"
+    # Qwen configs carry a window even when no layer slides.
+    fields["sliding_window"] = data.get("sliding_window") if sliding else None
+    fields["layer_types"] = data["layer_types"] if sliding else ()
     try:
         return DrafterConfig.from_dict({**fields, "rope_theta": rope_theta_of(data)})
     except DrafterConfigError as error:
