@@ -1,12 +1,13 @@
 """Sequential heads (DSpark §3.2): a low-rank correction of the logits that depends on the previous token.
 
 Every head is `U_k + W2 f_k` with features f_k [rank]; they differ in f alone. The loss relies on that: f goes through
-autograd, W2 joins the fused chunks. Legend: A blocks, K draft positions, R rank, V vocabulary, D hidden.
+autograd, W2 joins the fused chunks. W1 is indexed by target tokens, W2 gives logits over the draft vocabulary.
+Legend: A blocks, K draft positions, R rank, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ class MarkovHead(Protocol):
 
     markov_w1: nn.Embedding
     markov_w2: nn.Linear
+    reads_hidden: ClassVar[bool]
+    """Whether features depend on more than the previous token."""
 
     def features(self, embedded_AKR: Tensor, hidden_AKD: Tensor) -> Tensor:
         """Features [A, K, R] of whole blocks under teacher forcing; embedded = W1[x_{k-1}]."""
@@ -30,10 +33,12 @@ class MarkovHead(Protocol):
 class VanillaMarkov(nn.Module):
     """f_k = W1[x_{k-1}]."""
 
+    reads_hidden = False
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
     def features(self, embedded_AKR: Tensor, hidden_AKD: Tensor) -> Tensor:
         """See MarkovHead."""
@@ -47,10 +52,12 @@ class VanillaMarkov(nn.Module):
 class GatedMarkov(nn.Module):
     """f_k = σ(W_g [h_k ; W1[x_{k-1}]] + b) ⊙ W1[x_{k-1}]."""
 
+    reads_hidden = True
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
     def features(self, embedded_AKR: Tensor, hidden_AKD: Tensor) -> Tensor:
@@ -66,11 +73,13 @@ class GatedMarkov(nn.Module):
 class RnnMarkov(nn.Module):
     """[g ; c ; o] = W [s_{k-1} ; W1[x_{k-1}] ; h_k] + b,  s_k = σ(g) s_{k-1} + (1 - σ(g)) tanh(c),  f_k = tanh(o)."""
 
+    reads_hidden = True
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
 
     def features(self, embedded_AKR: Tensor, hidden_AKD: Tensor) -> Tensor:
