@@ -21,3 +21,11 @@ class AnchorError(ModelError):
 
 class DecodingError(ModelError):
     """Decoding was asked for something that this drafter or verifier cannot do."""
+
+
+class UnsupportedTarget(ModelError):
+    """A target whose family or settings the drafter cannot reproduce around embedding, lm_head and final norm."""
+
+
+class CostTableError(ModelError):
+    """A cost table cannot be read or measured, or was asked for a size that it does not hold."""
