@@ -1,8 +1,8 @@
 """Anchors and block slots: the ONE place that maps a slot to its position, label, previous token and weight.
 
 Training, decoding and export call these functions, so they cannot disagree about the layout (design: block layout).
-Legend: B batch, T sequence, A anchors of the whole micro-batch (ragged over samples, no dummies), K = γ draft tokens,
-S query slots of a block (K, or K + 1 when the anchor's own slot predicts nothing).
+Legend: B rows, T columns, N documents, A anchors of the whole micro-batch (ragged over documents, no dummies), K = γ
+draft tokens, S query slots of a block (K, or K + 1 when the anchor's own slot predicts nothing).
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class Blocks:
 
     rows: Tensor
     """int64 [A]: row of the batch that the block belongs to."""
+    starts: Tensor
+    """int64 [A]: column of the row where the block's document begins."""
     anchors: Tensor
-    """int64 [A]: position a of the last committed token."""
+    """int64 [A]: column of the last committed token; its position a within the document is position_ids[:, 0]."""
     input_ids: Tensor
     """int64 [A, S]: the anchor token, then mask tokens."""
     position_ids: Tensor
@@ -39,9 +41,9 @@ class Blocks:
     previous_ids: Tensor
     """int64 [A, K]: the token at a+k (teacher forcing)."""
     context_rows: Tensor
-    """int64 [A, K]: label position - 1, the row of the last hidden state that predicts the label."""
+    """int64 [A, K]: column before the label's, where the last hidden state predicts the label."""
     supervised: Tensor
-    """bool [A, K]: every label up to this one lies in the sequence and is supervised."""
+    """bool [A, K]: every label up to this one lies in the document and is supervised."""
     weights: Tensor
     """float32 [A, K]: exp(-k / decay_gamma) where supervised, else 0."""
     draftable_tokens: int
@@ -51,6 +53,21 @@ class Blocks:
         """The same blocks on another device."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "draftable_tokens"]
         return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Documents:
+    """Where the documents of a micro-batch stand: int64 [N] each."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    """Column of the first token, whose position is 0."""
+    lengths: np.ndarray
+
+    @classmethod
+    def one_per_row(cls, num_rows: int, num_columns: int) -> Documents:
+        """Without packing: padding is unsupervised, so it may count as part of the document."""
+        return cls(np.arange(num_rows), np.zeros(num_rows, np.int64), np.full(num_rows, num_columns))
 
 
 def legal_anchors(loss_mask: np.ndarray) -> np.ndarray:
@@ -118,31 +135,42 @@ def build_blocks(
     anchors: Sequence[np.ndarray],
     config: DrafterConfig,
     decay_gamma: float | None,
+    documents: Documents | None = None,
 ) -> Blocks:
-    """Blocks of a right-padded micro-batch: `anchors[b]` are the anchors of row b, in any order; any may be empty.
+    """Blocks of a micro-batch: `anchors[n]` are positions in document n, in any order; any may be empty.
 
-    input_ids_BT is int64, loss_mask_BT bool (padding false). Everything is made on the CPU: move with Blocks.to.
-    Raises AnchorError for anchors that are not legal in their row.
+    input_ids_BT is int64, loss_mask_BT bool (padding false). Without `documents` every row is one. No block reaches
+    beyond its document. Everything is made on the CPU: move with Blocks.to.
+    Raises AnchorError for anchors that are not legal in their document.
     """
     mask_BT = loss_mask_BT.cpu().numpy().astype(bool)
-    if len(anchors) != len(mask_BT):
-        raise AnchorError(f"anchors for {len(anchors)} samples in a batch of {len(mask_BT)}; wanted one array each")
-    legal = [legal_anchors(mask) for mask in mask_BT]
-    lengths = [_checked_lengths(mask_BT[b], anchors[b], legal[b], config, b) for b in range(len(mask_BT))]
-    rows = torch.from_numpy(np.repeat(np.arange(len(anchors)), [len(a) for a in anchors]).astype(np.int64))
-    anchors_A = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *anchors]).astype(np.int64))
+    places = Documents.one_per_row(*mask_BT.shape) if documents is None else documents
+    if len(anchors) != len(places.rows):
+        raise AnchorError(f"anchors for {len(anchors)} samples in a batch of {len(places.rows)}; wanted one array each")
+    masks = [
+        mask_BT[row, start : start + length]
+        for row, start, length in zip(places.rows, places.starts, places.lengths, strict=True)
+    ]
+    legal = [legal_anchors(mask) for mask in masks]
+    lengths = [_checked_lengths(masks[n], anchors[n], legal[n], config, n) for n in range(len(masks))]
+    counts = [len(drawn) for drawn in anchors]
+    rows, starts = (
+        torch.from_numpy(np.repeat(values, counts).astype(np.int64)) for values in (places.rows, places.starts)
+    )
+    positions_A = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *anchors]).astype(np.int64))
     lengths_A = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64))
-    ids_BT = input_ids_BT.cpu()
+    ids_BT, anchors_A = input_ids_BT.cpu(), starts + positions_A
 
     slots_K = torch.arange(config.block_size)
     supervised = slots_K < lengths_A[:, None]
     context_rows = torch.where(supervised, anchors_A[:, None] + slots_K, anchors_A[:, None])
     previous_ids = ids_BT[rows[:, None], context_rows]
-    label_positions = torch.where(supervised, context_rows + 1, anchors_A[:, None])
-    labels = ids_BT[rows[:, None], label_positions].masked_fill(~supervised, 0)
-    block_ids, position_ids = block_inputs(previous_ids[:, 0], anchors_A, config)
+    label_columns = torch.where(supervised, context_rows + 1, anchors_A[:, None])
+    labels = ids_BT[rows[:, None], label_columns].masked_fill(~supervised, 0)
+    block_ids, position_ids = block_inputs(previous_ids[:, 0], positions_A, config)
     return Blocks(
         rows=rows,
+        starts=starts,
         anchors=anchors_A,
         input_ids=block_ids,
         position_ids=position_ids,
@@ -155,13 +183,25 @@ def build_blocks(
     )
 
 
+def context_positions(blocks: Blocks, num_rows: int, num_columns: int) -> Tensor:
+    """int64 [B, T]: position within its document of every context column that some block may see.
+
+    Elsewhere (padding, documents without a block) the values mean nothing, and no block reads those columns.
+    """
+    columns = torch.arange(num_columns, device=blocks.starts.device)
+    begins = torch.zeros(num_rows, num_columns, dtype=torch.int64, device=columns.device)
+    inside = blocks.starts < num_columns
+    begins[blocks.rows[inside], blocks.starts[inside]] = blocks.starts[inside]
+    return columns - begins.cummax(dim=1).values
+
+
 def _checked_lengths(
-    mask: np.ndarray, anchors: np.ndarray, legal: np.ndarray, config: DrafterConfig, row: int
+    mask: np.ndarray, anchors: np.ndarray, legal: np.ndarray, config: DrafterConfig, document: int
 ) -> np.ndarray:
     illegal = np.setdiff1d(anchors, legal)
     if len(illegal):
         raise AnchorError(
-            f"row {row}: anchors {illegal[:5].tolist()} are not legal (they and the next position must be supervised); "
-            "draw them with draw_anchors from the same, already truncated, loss mask"
+            f"document {document}: anchors {illegal[:5].tolist()} are not legal (they and the next position must be "
+            "supervised); draw them with draw_anchors from the same, already truncated, loss mask"
         )
     return _supervised_lengths(mask, anchors, config.block_size)

@@ -1,122 +1,158 @@
 """Context + block attention of training (DSpark §3.1, DFlash §3), at a cost of O(slots · (context + block)).
 
-A block sees context rows strictly before its anchor and, in both directions, its own slots; never another block.
-Legend: T context rows, A blocks, S slots per block, H query heads, G key/value heads, E head_dim.
+A block sees the context rows of its own document strictly before its anchor and, in both directions, its own slots;
+never another block. A sliding window w keeps of those the keys at positions j with |p - j| < w of the query's p.
+Here in plain PyTorch; flex.py has the same for GPUs.
+Legend: B rows, T columns, A blocks, Q queries and S key slots per block, H query heads, G key/value heads, E head_dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Blocks that share one attention call. Their slots are each other's (masked) keys, so the waste is
-# BLOCKS_PER_CALL * S columns beside the context; fewer blocks make calls too small to be fast.
-BLOCKS_PER_CALL = 16
+# Queries that share an attention call. The slots of a call's blocks are each other's (masked) keys, so the waste is
+# that many columns beside the context; fewer queries make calls too small to be fast.
+QUERIES_PER_CALL = 112
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockLayout:
+    """Where the blocks of a micro-batch stand and what they may see."""
+
+    rows: Tensor
+    """int64 [A]: row of the batch."""
+    starts: Tensor
+    """int64 [A]: column where the block's document begins."""
+    anchors: Tensor
+    """int64 [A]: column of the anchor; query q stands at column anchor + q."""
+    num_queries: int
+    num_slots: int
+    """Keys that a block brings; equal to num_queries except in EAGLE-3, where the one query sees all of them."""
+    window: int | None = None
+    """Sliding window in positions; None: no limit."""
 
 
 class AttentionGroup(NamedTuple):
-    """Blocks of one sample with neighbouring anchors, attended in one call."""
+    """Blocks of one document with neighbouring anchors, attended in one call."""
 
     row: int
     """Row of the batch."""
-    context_length: int
-    """Context rows that any of the blocks sees: the largest anchor."""
+    context: slice
+    """Columns of the row that any of the blocks sees, up to the largest anchor."""
     blocks: Tensor
     """int64 [n]: indices of the blocks."""
     visible: Tensor
-    """bool [n*S, context_length + n*S]: may query slot q see key j (context, then the group's slots)."""
+    """bool [n*Q, columns + n*S]: may query i see key j (context, then the group's slots)."""
 
 
-def plan_groups(rows: Tensor, anchors: Tensor, num_slots: int) -> list[AttentionGroup]:
-    """Group blocks by sample and neighbouring anchors; rows and anchors are int64 [A] in any order.
+def plan_groups(layout: BlockLayout) -> list[AttentionGroup]:
+    """Group blocks by document and neighbouring anchors, whatever their order.
 
-    One plan serves all layers. Sorting by anchor lets a call stop at its own largest anchor instead of reading the
-    whole context, and makes the result independent of the order of the blocks.
+    One plan serves all layers with the same window. Sorting by anchor lets a call read its own part of the context
+    alone, and makes the result independent of the order of the blocks.
     """
-    device = anchors.device
-    places = zip(rows.tolist(), anchors.tolist(), strict=True)
-    keys = [(row, anchor, index) for index, (row, anchor) in enumerate(places)]
+    places = zip(layout.rows.tolist(), layout.starts.tolist(), layout.anchors.tolist(), strict=True)
+    keys = [(*place, index) for index, place in enumerate(places)]
+    per_call = max(1, QUERIES_PER_CALL // layout.num_queries)
     groups: list[AttentionGroup] = []
-    pending: list[tuple[int, int, int]] = []
+    pending: list[tuple[int, int, int, int]] = []
     for key in [*sorted(keys), None]:
-        full = len(pending) == BLOCKS_PER_CALL
-        if pending and (key is None or full or key[0] != pending[0][0]):
-            groups.append(_make_group(pending, num_slots, device))
+        full = len(pending) == per_call
+        if pending and (key is None or full or key[:2] != pending[0][:2]):
+            groups.append(_make_group(pending, layout))
             pending = []
         if key is not None:
             pending.append(key)
     return groups
 
 
-def _make_group(keys: list[tuple[int, int, int]], num_slots: int, device: torch.device) -> AttentionGroup:
-    anchors = torch.tensor([anchor for _, anchor, _ in keys], device=device)
-    context_length = keys[-1][1]
-    block_of_slot = torch.arange(len(keys), device=device).repeat_interleave(num_slots)
-    sees_context = torch.arange(context_length, device=device) < anchors[block_of_slot][:, None]
-    sees_slot = block_of_slot[:, None] == block_of_slot
-    indices = torch.tensor([index for _, _, index in keys], device=device)
-    return AttentionGroup(keys[0][0], context_length, indices, torch.cat([sees_context, sees_slot], dim=1))
+def _make_group(keys: list[tuple[int, int, int, int]], layout: BlockLayout) -> AttentionGroup:
+    device, window = layout.anchors.device, layout.window
+    row, start, first_anchor, _ = keys[0]
+    if window is not None:
+        start = max(start, min(first_anchor, first_anchor - window + 1))
+    anchors = torch.tensor([anchor for _, _, anchor, _ in keys], device=device)
+    block_of_query = torch.arange(len(keys), device=device).repeat_interleave(layout.num_queries)
+    block_of_slot = torch.arange(len(keys), device=device).repeat_interleave(layout.num_slots)
+    columns = torch.arange(start, keys[-1][2], device=device)
+    sees_context = columns < anchors[block_of_query][:, None]
+    sees_slot = block_of_query[:, None] == block_of_slot
+    if window is not None:
+        offset = torch.arange(layout.num_queries, device=device).repeat(len(keys))[:, None]
+        sees_context &= columns > anchors[block_of_query][:, None] + offset - window
+        sees_slot &= (offset - torch.arange(layout.num_slots, device=device).repeat(len(keys))).abs() < window
+    indices = torch.tensor([index for *_, index in keys], device=device)
+    return AttentionGroup(row, slice(start, keys[-1][2]), indices, torch.cat([sees_context, sees_slot], dim=1))
 
 
 def block_attention(
-    query_ASHE: Tensor, block_kv: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor], groups: list[AttentionGroup]
+    query_AQHE: Tensor, block_kv: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor], groups: list[AttentionGroup]
 ) -> Tensor:
-    """Attention output [A, S, H, E] of every block.
+    """Attention output [A, Q, H, E] of every block.
 
     block_kv are keys and values [A, S, G, E], context_kv [B, T, G, E], all rotated. Each call handles one group; query
     heads that share a key head are laid side by side as queries, so keys are never repeated.
     """
-    _, S, H, E = query_ASHE.shape
+    _, Q, H, E = query_AQHE.shape
     G = block_kv[0].shape[2]
     if not groups:
-        return query_ASHE.new_zeros(query_ASHE.shape)
+        return query_AQHE.new_zeros(query_AQHE.shape)
     outputs = []
     for group in groups:
         n = len(group.blocks)
-        # [n,S,H,E] -> [G, (H/G)*n*S, E]
-        query = query_ASHE[group.blocks].view(n * S, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
+        # [n,Q,H,E] -> [G, (H/G)*n*Q, E]
+        query = query_AQHE[group.blocks].view(n * Q, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
         key, value = (
-            torch.cat(
-                [context[group.row, : group.context_length], block[group.blocks].view(n * S, G, E)], dim=0
-            ).transpose(0, 1)
+            torch.cat([context[group.row, group.context], block[group.blocks].flatten(0, 1)], dim=0).transpose(0, 1)
             for context, block in zip(context_kv, block_kv, strict=True)
         )
         visible = group.visible.repeat(H // G, 1)
         out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=visible)
-        outputs.append(out.view(G, H // G, n, S, E).permute(2, 3, 0, 1, 4).reshape(n, S, H, E))
+        outputs.append(out.view(G, H // G, n, Q, E).permute(2, 3, 0, 1, 4).reshape(n, Q, H, E))
     order = torch.cat([group.blocks for group in groups])
     return torch.cat(outputs)[torch.argsort(order)]
 
 
 def reference_attention(
-    query_ASHE: Tensor,
-    block_kv: tuple[Tensor, Tensor],
-    context_kv: tuple[Tensor, Tensor],
-    rows: Tensor,
-    anchors: Tensor,
+    query_AQHE: Tensor, block_kv: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor], layout: BlockLayout
 ) -> Tensor:
-    """The same, block by block and written as the formula: what every faster implementation is tested against."""
-    _, _, H, E = query_ASHE.shape
-    repeats = H // block_kv[0].shape[2]
+    """The same, query by query and written as the formula: what every faster implementation is tested against."""
+    _, Q, H, E = query_AQHE.shape
+    repeats, reach = H // block_kv[0].shape[2], layout.window or 2**62
     outputs = []
-    for index, (row, anchor) in enumerate(zip(rows.tolist(), anchors.tolist(), strict=True)):
-        key, value = (
-            torch.cat([context[row, :anchor], block[index]]).repeat_interleave(repeats, dim=1)
-            for context, block in zip(context_kv, block_kv, strict=True)
-        )
-        scores = torch.einsum("she,jhe->hsj", query_ASHE[index], key) / E**0.5
-        outputs.append(torch.einsum("hsj,jhe->she", scores.softmax(dim=-1), value))
-    return torch.stack(outputs) if outputs else query_ASHE.new_zeros(query_ASHE.shape)
+    places = zip(layout.rows.tolist(), layout.starts.tolist(), layout.anchors.tolist(), strict=True)
+    for index, (row, start, anchor) in enumerate(places):
+        for q in range(Q):
+            first = max(start, anchor + q - reach + 1)
+            near = [slot for slot in range(layout.num_slots) if abs(q - slot) < reach]
+            key, value = (
+                torch.cat([context[row, first:anchor], block[index, near]]).repeat_interleave(repeats, dim=1)
+                for context, block in zip(context_kv, block_kv, strict=True)
+            )
+            scores = torch.einsum("he,jhe->hj", query_AQHE[index, q], key) / E**0.5
+            outputs.append(torch.einsum("hj,jhe->he", scores.softmax(dim=-1), value))
+    return torch.stack(outputs).view_as(query_AQHE) if outputs else query_AQHE.new_zeros(query_AQHE.shape)
 
 
-def cached_attention(query_SHE: Tensor, key_JGE: Tensor, value_JGE: Tensor) -> Tensor:
-    """One block over keys it may all see (decoding): [S, H, E] from context and block keys [J, G, E]."""
-    S, H, E = query_SHE.shape
+def cached_attention(query_QHE: Tensor, key_JGE: Tensor, value_JGE: Tensor, window: int | None = None) -> Tensor:
+    """One block over context and block keys [J, G, E] of positions 0..J-1 (decoding): [Q, H, E].
+
+    The queries are the last Q positions. All of them see all keys, but for the window.
+    """
+    Q, H, E = query_QHE.shape
     G = key_JGE.shape[1]
-    query = query_SHE.view(S, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
+    visible = None
+    if window is not None:
+        first = max(0, len(key_JGE) - Q - window + 1)
+        key_JGE, value_JGE = key_JGE[first:], value_JGE[first:]
+        positions = torch.arange(len(key_JGE), device=key_JGE.device)
+        visible = ((positions[-Q:, None] - positions).abs() < window).repeat(H // G, 1)
+    query = query_QHE.view(Q, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
     key, value = key_JGE.transpose(0, 1), value_JGE.transpose(0, 1)
-    out = F.scaled_dot_product_attention(query[None], key[None], value[None])
-    return out.view(G, H // G, S, E).permute(2, 0, 1, 3).reshape(S, H, E)
+    out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=visible)
+    return out.view(G, H // G, Q, E).permute(2, 0, 1, 3).reshape(Q, H, E)

@@ -2,7 +2,7 @@
 
 One class for every target family: only D, V and the frozen embedding and lm_head (TargetHeads, passed in) must match.
 Parameter names are those of the released checkpoints. Legend: B batch, T sequence, C = L·D captured width, A blocks,
-S query slots, K = γ draft positions, D hidden, V vocabulary, R Markov rank.
+S query slots, K = γ draft positions, D hidden, V_d draft vocabulary, R Markov rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from model.anchors import Blocks, block_inputs, predicting_slots
-from model.attention import block_attention, cached_attention, plan_groups
+from model.anchors import Blocks, block_inputs, context_positions, predicting_slots
+from model.attention import BlockLayout, cached_attention
 from model.confidence import ConfidenceHead
 from model.config import DrafterConfig
+from model.flex import plan_attention
 from model.layers import DraftLayer, RMSNorm, rotation
 from model.markov import build_markov_head
 from model.target_heads import TargetHeads
@@ -49,6 +50,9 @@ class HeadOutputs:
 class DSparkDrafter(nn.Module):
     """See the module docstring. All parameters are trainable."""
 
+    draft_ids: Tensor | None
+    """int64 [V_d]: the target token of each draft token, kept for export; None for a full vocabulary, or not yet set."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
@@ -59,6 +63,7 @@ class DSparkDrafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.markov_head = build_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.register_buffer("draft_ids", None, persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,16 +96,29 @@ class DSparkDrafter(nn.Module):
         config = self.config
         x_ASD = heads.embed(blocks.input_ids).to(self.dtype)
         block_rotation = rotation(blocks.position_ids, config, self.dtype)
-        positions = torch.arange(context_BTD.shape[1], device=context_BTD.device)
-        context_rotation = rotation(positions, config, self.dtype)
-        groups = plan_groups(blocks.rows, blocks.anchors, config.num_inputs)
-        for layer in self._draft_layers():
+        num_rows, num_columns, _ = context_BTD.shape
+        context_rotation = rotation(context_positions(blocks, num_rows, num_columns), config, self.dtype)
+        windows = [config.window(index) for index in range(config.num_draft_layers)]
+        attend = {
+            window: plan_attention(
+                BlockLayout(
+                    rows=blocks.rows,
+                    starts=blocks.starts,
+                    anchors=blocks.anchors,
+                    num_queries=config.num_inputs,
+                    num_slots=config.num_inputs,
+                    window=window,
+                ),
+                (num_rows, num_columns),
+            )
+            for window in set(windows)
+        }
+        for layer, window in zip(self._draft_layers(), windows, strict=True):
             normed = layer.input_layernorm(x_ASD)
-            attended = block_attention(
+            attended = attend[window](
                 layer.self_attn.query(normed, block_rotation),
                 layer.self_attn.key_value(normed, block_rotation),
                 layer.self_attn.key_value(context_BTD, context_rotation),
-                groups,
             )
             x_ASD = layer.finish(x_ASD, attended)
         return predicting_slots(self.norm(x_ASD), config)
@@ -116,8 +134,8 @@ class DSparkDrafter(nn.Module):
         return HeadOutputs(features, confidence)
 
     def draft_logits(self, hidden: Tensor, features: Tensor | None, heads: TargetHeads) -> Tensor:
-        """lm_head(hidden) + W2 features: [..., D] and [..., R] to [..., V] in the parameters' dtype."""
-        logits = heads.logits(hidden).to(self.dtype)
+        """lm_head(hidden) + W2 features: [..., D] and [..., R] to [..., V_d] in the parameters' dtype."""
+        logits = heads.draft_logits(hidden).to(self.dtype)
         return logits if self.markov_head is None else logits + self.markov_head.markov_w2(features)
 
     def new_cache(self) -> DraftCache:
@@ -150,6 +168,7 @@ class DSparkDrafter(nn.Module):
                 layer.self_attn.query(normed, by),
                 torch.cat([cache.keys[index], key]),
                 torch.cat([cache.values[index], value]),
+                self.config.window(index),
             )
             x_SD = layer.finish(x_SD, attended)
         return predicting_slots(self.norm(x_SD)[None], self.config)[0]

@@ -131,7 +131,7 @@ def test_batches_without_anchors_or_without_samples() -> None:
 
 def test_illegal_anchors_are_refused() -> None:
     ids, mask = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[False, True, True, False, True]])
-    with pytest.raises(AnchorError, match=r"row 0: anchors \[2, 4\] are not legal"):
+    with pytest.raises(AnchorError, match=r"document 0: anchors \[2, 4\] are not legal"):
         build_blocks(ids, mask, [np.array([1, 2, 4])], config(7), 4.0)
     with pytest.raises(AnchorError, match="anchors for 2 samples in a batch of 1"):
         build_blocks(ids, mask, [np.array([1]), np.array([1])], config(7), 4.0)

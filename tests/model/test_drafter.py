@@ -82,10 +82,9 @@ def test_training_attention_is_the_reference_inside_the_drafter(monkeypatch: pyt
     case = load_case("b7_none_conf-none")
     context = case.drafter.project_context(case.inputs.hidden_states_BTC)
     fast = case.drafter.backbone(context, case.blocks, case.heads)
-    rows, anchors = case.blocks.rows, case.blocks.anchors
     monkeypatch.setattr(
-        "model.drafter.block_attention",
-        lambda query, block, ctx, groups: reference_attention(query, block, ctx, rows, anchors),
+        "model.drafter.plan_attention",
+        lambda layout, shape: lambda query, block, ctx: reference_attention(query, block, ctx, layout),
     )
     assert max_error(fast, case.drafter.backbone(context, case.blocks, case.heads)) < 2e-6
 
