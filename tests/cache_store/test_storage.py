@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from cache_store import storage as storage_module
+from cache_store import backend as backend_module
+from cache_store import retry
 from cache_store.errors import AlreadyExists, NotFound, SampleRejected, StorageError
-from cache_store.storage import ATTEMPTS, Storage, open_storage
+from cache_store.retry import StorageOptions
+from cache_store.storage import Storage, open_storage
 from tests.cache_store.samples import race_to_put
+
+ATTEMPTS = StorageOptions().attempts
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -23,7 +27,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waits: list[float] = []
-    monkeypatch.setattr(storage_module.time, "sleep", waits.append)
+    monkeypatch.setattr(retry.time, "sleep", waits.append)
     return waits
 
 
@@ -86,7 +90,7 @@ def test_nothing_is_visible_before_it_is_complete(tmp_path: Path, monkeypatch: p
         seen.append([info.name for info in storage.list("a/")])
         fsync(descriptor)
 
-    monkeypatch.setattr(storage_module.os, "fsync", looking)
+    monkeypatch.setattr(backend_module.os, "fsync", looking)
     storage.put("a/b", b"data")
     assert seen[0] == [], "the name appears only after the bytes are on disk"
     assert seen[-1] == ["a/b"], "and the folder is synced after it"
@@ -102,7 +106,7 @@ def test_full_disk_is_one_clear_line_and_leaves_nothing(
     def full(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(storage_module.os, "fsync", full)
+    monkeypatch.setattr(backend_module.os, "fsync", full)
     with pytest.raises(StorageError, match=r"no space left \([\d,]+ bytes free\); free some space") as caught:
         storage.put("a/b", b"data")
     assert "\n" not in str(caught.value)
