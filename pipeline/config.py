@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from pipeline.config_section import Section
+from pipeline.config_serving import CostSection, SimulationSection
 from pipeline.errors import ConfigError
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TargetSection(Section):
@@ -57,16 +53,16 @@ class GenerationSection(Section):
     sampling: SamplingSection = SamplingSection()
     truncated: Literal["keep", "drop"] = "keep"
     """What to do with an answer that hit its token limit: keep it, or reject the prompt."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra variables of the chat template, for instance `enable_thinking: false`."""
     num_engines: int = Field(default=1, gt=0)
     batch_size: int = Field(default=64, gt=0)
     """Prompts handed to an engine at a time; the unit that a dead engine repeats."""
     rows_per_file: int = Field(default=1024, gt=0)
     """Responses per committed file: what a killed build has to repeat at most, per engine."""
-    engine_kwargs: dict[str, Any] = {}
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to vLLM's engine, for instance `tensor_parallel_size`."""
-    engine_env: dict[str, str] = {}
+    engine_env: dict[str, str] = Field(default_factory=dict)
     """Environment of the engine's process, for instance `VLLM_CPU_OMP_THREADS_BIND`."""
     stall_timeout_s: float = Field(default=900.0, gt=0)
     """No finished row for this long means that the engine is dead: stop with a message."""
@@ -230,6 +226,8 @@ class Config(Section):
     drafter: DrafterSection
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
+    cost: CostSection = CostSection()
+    simulation: SimulationSection = SimulationSection()
     cluster: ClusterSection = ClusterSection()
     plan: PlanSection = PlanSection()
     max_length: int = Field(default=4096, gt=1)
