@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache_store import backend as backend_module
 from cache_store import parquet_shard
-from cache_store import storage as storage_module
 from cache_store.audit import verify_cache
 from cache_store.errors import AlreadyExists, NotFound, SampleRejected, StorageError
 from cache_store.ledger import Ledger, seal
@@ -139,7 +139,7 @@ def crash_inside_publishing(storage: Storage, monkeypatch: pytest.MonkeyPatch) -
     def dies(*_: object) -> None:
         raise Crash
 
-    monkeypatch.setattr(storage_module.os, "replace", dies)
+    monkeypatch.setattr(backend_module.os, "replace", dies)
 
 
 def crash_before_file_is_closed(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
