@@ -46,7 +46,7 @@ _SOFTCAP, _TIED = "final_logit_softcapping", "tie_word_embeddings"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TargetFacts:
+class HeadFacts:
     """What a target's config.json says about its embedding, lm_head and final norm."""
 
     model_type: str
@@ -61,7 +61,7 @@ class TargetFacts:
     norm_adds_one: bool
 
 
-def target_facts(config: Mapping[str, Any], *, source: str) -> TargetFacts:
+def head_facts(config: Mapping[str, Any], *, source: str) -> HeadFacts:
     """The facts of a config.json, given as a mapping; `source` names it in messages.
 
     Raises UnsupportedTarget for a family that is not in FAMILIES, for settings that no supported family has, and for
@@ -91,7 +91,7 @@ def target_facts(config: Mapping[str, Any], *, source: str) -> TargetFacts:
         raise UnsupportedTarget(f"{source}: no {', '.join(missing)}; wanted the whole config of a {model_type}")
     # A multi-modal model ties by its outer config; the text part's flag counts where the outer one is silent.
     tied = next((part[_TIED] for part in (config, text) if part.get(_TIED) is not None), family.tied_by_default)
-    return TargetFacts(
+    return HeadFacts(
         model_type=model_type,
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.draft_vocab import check_draft_ids
 from model.errors import CheckpointError
-from model.target_families import TargetFacts, target_facts
+from model.target_families import HeadFacts, head_facts
 
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 _HEAD_KEYS = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
@@ -183,10 +183,10 @@ def load_final_norm(model_dir: str | Path, *, dtype: torch.dtype | None) -> Fina
     return FinalNorm(weight.to(dtype), eps=facts.norm_eps, adds_one=facts.norm_adds_one)
 
 
-def read_facts(model_dir: str | Path) -> TargetFacts:
+def read_facts(model_dir: str | Path) -> HeadFacts:
     """The target's facts from its config.json. Raises CheckpointError (unreadable) and UnsupportedTarget."""
     path = Path(model_dir) / "config.json"
-    return target_facts(_read_json(path), source=str(path))
+    return head_facts(_read_json(path), source=str(path))
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

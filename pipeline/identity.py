@@ -10,10 +10,13 @@ from typing import Any
 
 from cache_store.identity import digest_json, digest_tokenizer, digest_weights
 from cache_store.schema import CacheSpec
+from model.errors import UnsupportedTarget
+from model.target_families import head_facts
 from pipeline.chat import Chat, History, detect_history
 from pipeline.config import Config, TargetSection
 from pipeline.engines import hf
 from pipeline.engines.vllm import engine_version, identity_kwargs
+from pipeline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,7 @@ def check_target(config: Config) -> CheckedTarget:
     """
     folder = hf.resolve_target(config.target)
     facts = hf.target_facts(folder)
+    _check_family(folder / "config.json")
     hf.check_layer_ids(config.extraction.layer_ids, facts)
     section = hf.worker_section(config.target)
     tokenizer = hf.tokenizer_of(section)
@@ -55,6 +59,14 @@ def check_target(config: Config) -> CheckedTarget:
         chat=chat,
         mask_token_id=mask_token_id,
     )
+
+
+def _check_family(file: Path) -> None:
+    # Before anything is built: a cache of a target that no drafter can serve would be built for nothing.
+    try:
+        head_facts(json.loads(file.read_text(encoding="utf-8")), source=str(file))
+    except UnsupportedTarget as error:
+        raise ConfigError(f"target.path: {error}") from error
 
 
 def make_spec(config: Config, target: CheckedTarget, prompts_digest: str) -> CacheSpec:

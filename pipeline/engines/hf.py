@@ -301,7 +301,9 @@ class HfVerifier:
         """Forget everything and run the prompt."""
         from transformers import DynamicCache
 
-        self._cache = DynamicCache(config=self._config)
+        # Without a config every layer keeps all keys, also a sliding one, which could not be cropped otherwise; what a
+        # position sees is the mask's business.
+        self._cache = DynamicCache()
         return self.extend(prompt_ids)
 
     def extend(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.errors import UnsupportedTarget
-from model.target_families import FAMILIES, target_facts
+from model.target_families import FAMILIES, head_facts
 from model.target_heads import load_final_norm, load_target_heads
 from pipeline.config import TargetSection
 from pipeline.engines.hf import LayerTap, load_target
@@ -54,21 +54,21 @@ def test_embedding_norm_and_logits_are_the_targets_own(target: Path, dtype: str)
 
 def test_tied_and_nested_configs_are_understood(target: Path) -> None:
     config = json.loads((target / "config.json").read_text())
-    facts = target_facts(config, source="here")
+    facts = head_facts(config, source="here")
     assert (facts.hidden_size, facts.vocab_size) == (HIDDEN, VOCAB)
     assert facts.tied == any(target.name.startswith(name) for name in TIED)
     assert load_target_heads(target, dtype=None).tied == facts.tied
     # Released Gemma configs leave the flag out: the family's own default holds.
     if "text_config" not in config:
         config.pop("tie_word_embeddings", None)
-        assert target_facts(config, source="here").tied == FAMILIES[facts.model_type].tied_by_default
+        assert head_facts(config, source="here").tied == FAMILIES[facts.model_type].tied_by_default
 
 
 def test_the_outer_flag_of_a_nested_config_decides() -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-6}
-    assert target_facts({"text_config": text}, source="").tied
-    assert not target_facts({"text_config": text, "tie_word_embeddings": False}, source="").tied
-    assert not target_facts({"text_config": {**text, "tie_word_embeddings": False}}, source="").tied
+    assert head_facts({"text_config": text}, source="").tied
+    assert not head_facts({"text_config": text, "tie_word_embeddings": False}, source="").tied
+    assert not head_facts({"text_config": {**text, "tie_word_embeddings": False}}, source="").tied
 
 
 def test_the_embedding_scale_is_rounded_before_it_multiplies(tmp_path: Path) -> None:
@@ -100,4 +100,4 @@ def test_the_embedding_scale_is_rounded_before_it_multiplies(tmp_path: Path) -> 
 )
 def test_unsupported_targets_are_named_with_what_is_supported(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedTarget, match=message):
-        target_facts(config, source="here")
+        head_facts(config, source="here")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from cache_store.identity import differences, fingerprint
 from pipeline.config import Config
+from pipeline.errors import ConfigError
 from pipeline.identity import check_target, make_spec
 
 
@@ -73,3 +75,16 @@ def test_the_identity_names_what_a_reader_must_know(spec_of: Callable[..., objec
     ):
         assert field in identity
     assert "after the final norm" in identity["norm"]
+
+
+def test_a_target_of_an_unknown_family_is_refused_before_anything_is_built(
+    make_config: Callable[..., Config], tiny_target: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_target, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "phi3"}))
+    with pytest.raises(
+        ConfigError, match=r"config.json: model_type 'phi3' is not a supported target family; supported"
+    ):
+        check_target(make_config(target={"path": str(copy)}))

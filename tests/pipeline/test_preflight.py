@@ -15,13 +15,14 @@ from cache_store.schema import CacheSpec
 from cache_store.storage import Storage, open_storage
 from pipeline.build import prepare
 from pipeline.config import Config
-from pipeline.engines.hf import HiddenStateExtractor, SequenceStates, bf16_bits, load_target
+from pipeline.engines.hf import HiddenStateExtractor, LayerTap, SequenceStates, bf16_bits, load_target
 from pipeline.errors import PreflightFailed
 from pipeline.identity import check_target, make_spec
 from pipeline.preflight import check_round_trip, check_space, check_states, rendered_prompts
 from pipeline.prompt_store import spool_prompts
 from pipeline.prompts import Prompt
 from tests.pipeline.fake_engine import greedy
+from tests.pipeline.hf_target import FAMILIES, LAYERS, save_tiny_target
 
 PROMPTS = ([5, 6, 7, 8], [100, 101])
 Answers = list[tuple[list[int], int]]
@@ -51,6 +52,23 @@ def test_the_right_states_pass(target: Any, spec: CacheSpec) -> None:
     assert report.agreement_unnormed < 0.5  # what the check would see without the final norm
     assert report.norm_error < 0.01
     check_round_trip(spec, states, answers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_and_fails_without_its_norm(family: str, tmp_path: Path) -> None:
+    from pipeline.config import TargetSection
+
+    folder = save_tiny_target(tmp_path, family=family)
+    model: Any = load_target(TargetSection(path=str(folder), dtype="float32"), "cpu")
+    answers = [([*PROMPTS[0], *greedy(model, PROMPTS[0], 12)], 4)]
+    states = list(HiddenStateExtractor(model, [-1, 2], tokens_per_batch=64).extract([answers[0][0]]))
+    report = check_states(model, states, answers, 0.98)
+    assert report.norm_error < 0.01
+    tap = LayerTap(model.get_decoder(), [LAYERS - 1])
+    model(torch.tensor([answers[0][0]]))
+    raw = [replace(states[0], last_hidden_state=bf16_bits(tap.take()[0][0]).numpy())]
+    with pytest.raises(PreflightFailed, match="not the one after the final norm"):
+        check_states(model, raw, answers, 0.98)
 
 
 def test_states_from_before_the_norm_fail(target: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.config import TargetSection
 from pipeline.engines import hf
 from pipeline.errors import ConfigError
-from tests.pipeline.hf_target import LAYERS, VOCAB, save_tiny_target
+from tests.pipeline.hf_target import FAMILIES, HIDDEN, LAYERS, VOCAB, save_tiny_target
 
 SEQUENCES = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [12, 13, 14, 15]]
 
@@ -26,7 +26,7 @@ def floats(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits).view(torch.bfloat16).float()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     folder = save_tiny_target(tmp_path_factory.mktemp("family"), family=request.param)
     return hf.load_target(section(folder), "cpu")
@@ -40,7 +40,7 @@ def test_states_are_those_of_the_chosen_layers(model: torch.nn.Module, tokens_pe
     assert sorted(found) == list(range(len(SEQUENCES)))
     for index, ids in enumerate(SEQUENCES):
         reference = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        assert found[index].hidden_states.shape == (len(layers), len(ids), model.config.hidden_size)
+        assert found[index].hidden_states.shape == (len(layers), len(ids), HIDDEN)
         assert found[index].hidden_states.dtype == np.uint16
         for row, layer in enumerate(layers):
             torch.testing.assert_close(
@@ -52,8 +52,9 @@ def test_states_are_those_of_the_chosen_layers(model: torch.nn.Module, tokens_pe
         )
 
 
-def test_the_backbone_alone_gives_the_same_states(tmp_path: Path) -> None:
-    folder = save_tiny_target(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+def test_the_backbone_alone_gives_the_same_states(tmp_path: Path, family: str) -> None:
+    folder = save_tiny_target(tmp_path, family=family)
     whole = hf.load_target(section(folder), "cpu")
     backbone = hf.load_target(section(folder), "cpu", with_head=False)
     assert not hasattr(backbone, "lm_head")
@@ -66,10 +67,10 @@ def test_the_backbone_alone_gives_the_same_states(tmp_path: Path) -> None:
 
 
 def test_a_swap_of_two_sequences_would_show(model: torch.nn.Module) -> None:
-    embedding = model.get_input_embeddings().weight
+    embed = model.get_input_embeddings()  # scales for Gemma
     extractor = hf.HiddenStateExtractor(model, [-1], tokens_per_batch=16)
     for states in extractor.extract(SEQUENCES):
-        expected = hf.bf16_bits(embedding[SEQUENCES[states.index]])
+        expected = hf.bf16_bits(embed(torch.tensor(SEQUENCES[states.index])))
         assert np.array_equal(states.hidden_states[0], expected.numpy())
 
 
