@@ -19,7 +19,7 @@ from model.attention import BlockLayout, cached_attention
 from model.confidence import ConfidenceHead
 from model.config import DrafterConfig
 from model.flex import plan_attention
-from model.layers import DraftLayer, RMSNorm, rotation
+from model.layers import DraftLayer, RMSNorm, init_weights, rotation
 from model.markov import build_markov_head
 from model.target_heads import TargetHeads
 
@@ -73,18 +73,9 @@ class DSparkDrafter(nn.Module):
     def _draft_layers(self) -> Iterator[DraftLayer]:
         return (cast(DraftLayer, layer) for layer in self.layers)
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> DSparkDrafter:
-        """Matrices from N(0, 0.02²) by a generator of their own, norms one, biases zero; returns self."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * 0.02
-                parameter.copy_(values)
+        """See layers.init_weights; returns self."""
+        init_weights(self, seed)
         return self
 
     def project_context(self, hidden_BTC: Tensor) -> Tensor:

@@ -51,16 +51,20 @@ class RMSNorm(nn.Module):
 
 
 class BlockAttention(nn.Module):
-    """Projections of one layer's attention; the same ones serve context and block (DFlash §3)."""
+    """Projections of one layer's attention; the same ones serve context and block (DFlash §3).
 
-    def __init__(self, config: DrafterConfig) -> None:
+    `input_size` is the width of what is projected: None is D; EAGLE-3 has 2·D.
+    """
+
+    def __init__(self, config: DrafterConfig, input_size: int | None = None) -> None:
         super().__init__()
+        input_size = input_size or config.hidden_size
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -90,12 +94,15 @@ class GatedMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One layer. The attention itself is the caller's: training attends in groups, decoding over a cache."""
+    """One layer. The attention itself is the caller's: training attends in groups, decoding over a cache.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    `input_size`: see BlockAttention; None is D.
+    """
+
+    def __init__(self, config: DrafterConfig, input_size: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BlockAttention(config)
+        self.self_attn = BlockAttention(config, input_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -103,3 +110,16 @@ class DraftLayer(nn.Module):
         """Output projection, residuals and MLP: x [..., D] and attended [..., H, E] to [..., D]."""
         x = x + self.self_attn.o_proj(attended.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@torch.no_grad()
+def init_weights(drafter: nn.Module, seed: int) -> None:
+    """Matrices from N(0, 0.02²) by a generator of their own, norms one, biases zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * 0.02)
