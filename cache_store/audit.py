@@ -6,25 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from cache_store import codec, index
+from cache_store.calibration import CALIBRATION, digest_of, field_codecs, load_calibration
+from cache_store.containers import open_layout
 from cache_store.errors import CacheError, NotFound
+from cache_store.fields import FieldCodecs
 from cache_store.identity import fingerprint
 from cache_store.ledger import summaries
 from cache_store.manifest import COMMITS, MANIFEST, SHARDS, Manifest, SampleRecord, ShardRecord
-from cache_store.parquet_shard import (
-    StoredSample,
-    checksum,
-    footer_length,
-    needed_positions,
-    parse_footer,
-    read_row,
-    row_group_range,
-    shard_schema,
-    supervised_spans,
-)
 from cache_store.schema import CacheSpec
+from cache_store.shard import ShardLayout, StoredSample, checksum, needed_positions, supervised_spans
 from cache_store.storage import TEMPORARY, Storage
 from cache_store.writer import load_spec, record_name
 
@@ -35,7 +27,8 @@ class Finding:
 
     kind: str
     """Damage: bad-record, wrong-settings, missing-shard, wrong-size, checksum, wrong-layout, wrong-counts, id-mismatch,
-    wrong-tokens, not-finite, bad-manifest, not-sealed. orphan: left over from a crash, seen by no reader."""
+    wrong-tokens, not-finite, bad-calibration, bad-manifest, not-sealed. orphan: left over from a crash, seen by no
+    reader."""
     name: str
     """Object, below the cache's root."""
     detail: str
@@ -70,17 +63,19 @@ def verify_cache(
     """
     spec = load_spec(storage)
     records, findings = _records(storage)
+    known, problems = _known(storage, spec, bool(records))
+    findings += problems
     sizes = {info.name: info.size for info in storage.list(SHARDS)}
     for number, record in enumerate(records, start=1):
-        findings += _check_shard(storage, spec, record, sizes.get(record.name), quick)
+        findings += _check_shard(storage, known, record, sizes.get(record.name), quick)
         if progress is not None:
             progress(number, len(records))
-    known = {record.name for record in records}
+    recorded = {record.name for record in records}
     extra = sizes | {info.name: info.size for info in storage.list(f"{TEMPORARY}/")}
     findings += [
         Finding("orphan", name, f"{size:,} bytes without a commit record: a writer died, or is at work")
         for name, size in extra.items()
-        if name not in known
+        if name not in recorded
     ]
     return AuditReport(
         shards=len(records),
@@ -105,60 +100,76 @@ def _records(storage: Storage) -> tuple[list[ShardRecord], list[Finding]]:
     return records, findings
 
 
-def _check_shard(
-    storage: Storage, spec: CacheSpec, record: ShardRecord, size: int | None, quick: bool
-) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What all shards of a cache have in common."""
+
+    spec: CacheSpec
+    fingerprint: str
+    calibration: str | None
+    codecs: FieldCodecs | None
+
+
+def _known(storage: Storage, spec: CacheSpec, needed: bool) -> tuple[_Known, list[Finding]]:
+    """The settings with their channel scales; missing or damaged scales are a finding once a shard needs them."""
+    try:
+        scales = load_calibration(storage, spec)
+    except CacheError as error:
+        findings = [Finding("bad-calibration", CALIBRATION, str(error))] if needed else []
+        return _Known(spec, fingerprint(spec), None, None), findings
+    return _Known(spec, fingerprint(spec), digest_of(spec, scales), field_codecs(spec, scales)), []
+
+
+def _check_shard(storage: Storage, known: _Known, record: ShardRecord, size: int | None, quick: bool) -> list[Finding]:
     found: list[Finding] = []
-    if record.fingerprint != fingerprint(spec):
+    if record.fingerprint != known.fingerprint:
         found.append(Finding("wrong-settings", record.name, f"written under {record.fingerprint[:12]}"))
+    if known.codecs is not None and record.calibration != known.calibration:
+        found.append(Finding("wrong-settings", record.name, f"written with channel scales {record.calibration}"))
     if size is None:
         found.append(Finding("missing-shard", record.name, f"record says {record.num_bytes:,} bytes"))
     elif size != record.num_bytes:
         found.append(Finding("wrong-size", record.name, f"{size:,} bytes, record says {record.num_bytes:,}"))
     elif not quick:
-        found += [Finding(kind, record.name, text) for kind, text in _check_content(storage, spec, record)]
+        found += [Finding(kind, record.name, text) for kind, text in _check_content(storage, known, record)]
     return found
 
 
-def _check_content(storage: Storage, spec: CacheSpec, record: ShardRecord) -> list[tuple[str, str]]:
+def _check_content(storage: Storage, known: _Known, record: ShardRecord) -> list[tuple[str, str]]:
     """(kind, detail) of everything wrong with a shard of the right size."""
     found = []
     content = memoryview(storage.read(record.name))
     if (crc := checksum(content)) != record.checksum:
         found.append(("checksum", f"crc32c {crc}, record says {record.checksum}"))
     try:
-        if footer_length(content[-8:]) != record.footer_bytes:
-            raise CacheError(f"footer of {footer_length(content[-8:])} bytes, record says {record.footer_bytes}")
-        footer = parse_footer(bytes(content[-record.footer_bytes :]))
-        if not footer.schema.to_arrow_schema().equals(shard_schema(spec), check_metadata=True):
-            raise CacheError("columns or their facts differ from the settings in cache.json")
+        layout = open_layout(record.format, bytes(content[len(content) - record.footer_bytes :]))
     except CacheError as error:
         return [*found, ("wrong-layout", str(error))]
-    if footer.num_rows != record.num_samples or footer.num_row_groups != record.num_samples:
-        return [*found, ("wrong-counts", f"{footer.num_rows} rows, record says {record.num_samples} samples")]
+    ranges = [(sample.offset, sample.length) for sample in record.samples]
+    if problems := layout.problems(known.spec, len(content), ranges):
+        return [*found, *problems]
     for row, sample in enumerate(record.samples):
-        problems = _check_row(spec, footer, row, sample, content)
+        problems = _check_row(known, layout, row, (sample, content))
         found += [(kind, f"sample {sample.sample_id!r}: {text}") for kind, text in problems]
     return found
 
 
 def _check_row(
-    spec: CacheSpec, footer: pq.FileMetaData, row: int, sample: SampleRecord, content: memoryview
+    known: _Known, layout: ShardLayout, row: int, found: tuple[SampleRecord, memoryview]
 ) -> list[tuple[str, str]]:
+    sample, content = found
     data = content[sample.offset : sample.offset + sample.length]
     if (crc := checksum(data)) != sample.checksum:
         return [("checksum", f"crc32c {crc}, record says {sample.checksum}")]
     try:
-        if row_group_range(footer, row) != (sample.offset, sample.length):
-            raise CacheError(f"lies at {row_group_range(footer, row)}, record says {sample.offset, sample.length}")
-        return _check_sample(spec, sample, read_row(footer, row, bytes(data)))
+        return _check_sample(known, sample, layout.read(row, sample.offset, bytes(data)))
     except CacheError as error:
         return [("wrong-layout", str(error))]
 
 
-def _check_sample(spec: CacheSpec, sample: SampleRecord, stored: StoredSample) -> list[tuple[str, str]]:
+def _check_sample(known: _Known, sample: SampleRecord, stored: StoredSample) -> list[tuple[str, str]]:
     """(kind, detail) of everything wrong with a sample that could be decoded."""
-    found = []
+    found, spec = [], known.spec
     if stored.sample_id != sample.sample_id:
         found.append(("id-mismatch", f"the shard holds {stored.sample_id!r} there"))
     tokens = len(stored.input_ids)
@@ -169,11 +180,16 @@ def _check_sample(spec: CacheSpec, sample: SampleRecord, stored: StoredSample) -
     if tokens and not 0 <= stored.input_ids.min() <= stored.input_ids.max() < spec.vocab_size:
         found.append(("wrong-tokens", f"token ids outside the vocabulary of {spec.vocab_size}"))
     rows = tokens if spec.last_hidden == "all" else len(needed_positions(stored.loss_mask))
-    shapes = (("hidden states", stored.captured, spec.num_layers * tokens), ("last hidden state", stored.last, rows))
-    for what, planes, vectors in shapes:
-        values = np.empty((vectors, spec.hidden_size), np.uint16)
+    if known.codecs is None:  # without channel scales nothing can be decoded; that is a finding of its own
+        return found
+    fields = (
+        ("hidden states", known.codecs.captured, stored.captured, (spec.num_layers, tokens)),
+        ("last hidden state", known.codecs.last, stored.last, (1, rows)),
+    )
+    for what, field, planes, (groups, count) in fields:
+        values = np.empty((groups, count, spec.hidden_size), np.uint16)
         try:
-            codec.decode_into(spec.codec, planes, values)
+            field.decode_into(planes, count, values)
         except CacheError as error:
             found.append(("wrong-layout", f"{what}: {error}"))
             continue

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from cache_store import codec
-from cache_store.parquet_shard import needed_positions
 from cache_store.schema import CacheSpec, TargetSample
+from cache_store.shard import needed_positions
 
 BF16_BYTES = 2
 TOKEN_BYTES = 2.2

@@ -17,7 +17,7 @@ ABSENT = "<absent>"
 
 def fingerprint(spec: CacheSpec) -> str:
     """sha256 (hex) over every field of the settings, the identity included."""
-    return digest_json(asdict(spec))
+    return digest_json(spec.settings())
 
 
 def differences(a: CacheSpec, b: CacheSpec) -> list[tuple[str, Any, Any]]:

@@ -73,6 +73,8 @@ def from_bytes(content: bytes, where: str) -> pa.Table:
         table = pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:
         raise CacheError(f"{where}: damaged index: {error}") from error
+    if table.schema.names == SCHEMA.names[:-1]:  # format version 1
+        table = table.append_column(SCHEMA.field("domain"), pa.nulls(len(table), pa.large_string()))
     if table.schema.remove_metadata() != SCHEMA:
         raise CacheError(f"{where}: columns {table.schema.names}, wanted {SCHEMA.names}")
     return table.combine_chunks()

@@ -11,10 +11,13 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 
 from cache_store import index
+from cache_store.calibration import CALIBRATION, digest_of, load_calibration
 from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch
+from cache_store.fields import merge_errors
 from cache_store.identity import fingerprint
 from cache_store.manifest import COMMITS, MANIFEST, REJECTS, Manifest, ShardRecord, ShardSummary
-from cache_store.parquet_shard import checksum
+from cache_store.schema import CacheSpec
+from cache_store.shard import checksum
 from cache_store.storage import Storage
 from cache_store.writer import load_spec
 
@@ -88,7 +91,7 @@ def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
     """
     spec, ledger = load_spec(storage), Ledger(storage)
     records, rejected = ledger.records(), ledger.rejected()
-    print_wanted = fingerprint(spec)
+    print_wanted, scales = fingerprint(spec), _scales(storage, spec, records)
     for record in records:
         if record.fingerprint != print_wanted:
             raise CacheMismatch(
@@ -110,6 +113,8 @@ def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
         duplicates=sum(record.num_samples for record in records) - len(ids),
         rejected=len(rejected),
         rejects=count_rejects(rejected.values()),
+        calibration=scales,
+        errors=merge_errors(error for record in records for error in record.errors),
         index=index.object_name(content),
         index_checksum=checksum(content),
         shards=summaries(records, table),
@@ -117,6 +122,20 @@ def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
     storage.put(manifest.index, content)
     storage.put(MANIFEST, manifest.to_json().encode())
     return manifest
+
+
+def _scales(storage: Storage, spec: CacheSpec, records: list[ShardRecord]) -> str | None:
+    """Digest of the channel scales, which all shards must have used; None while there is neither."""
+    if not records and spec.calibrated and not storage.exists(CALIBRATION):
+        return None
+    wanted = digest_of(spec, load_calibration(storage, spec))
+    for record in records:
+        if record.calibration != wanted:
+            raise CacheMismatch(
+                f"{storage.path(record.name)} was written with channel scales {record.calibration}, the cache has "
+                f"{wanted}; move this shard and its record away"
+            )
+    return wanted
 
 
 def _check_complete(storage: Storage, expected: set[str], found: set[str]) -> None:
@@ -150,6 +169,7 @@ def summaries(records: list[ShardRecord], table: pa.Table) -> tuple[ShardSummary
             name=record.name,
             format=record.format,
             codec=record.codec,
+            last_codec=record.last_codec,
             num_samples=record.num_samples,
             used=used[number],
             num_bytes=record.num_bytes,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cache_store.errors import CacheError
+from cache_store.fields import TensorError
 from cache_store.schema import FORMAT_VERSION, is_int, parse_versioned
 
 MANIFEST = "manifest.json"
@@ -49,15 +50,22 @@ class ShardRecord:
     """Object name below the cache's root."""
     format: str
     codec: str
+    """Of the captured layers."""
+    last_codec: str
+    """Of the last hidden state."""
     fingerprint: str
     """Of the settings that the shard was written under."""
+    calibration: str | None
+    """Digest of the calibration that its codecs used, if they need one."""
     num_samples: int
     num_tokens: int
     num_bytes: int
     footer_bytes: int
-    """Size of the Parquet footer at the end of the shard, its 8-byte tail included."""
+    """Parquet: size of the footer at the end of the shard, its 8-byte tail included; tar: 0."""
     checksum: str
     """crc32c of the whole shard, 8 hex digits."""
+    errors: tuple[TensorError, ...]
+    """Measured by the bounded-loss codecs, one per tensor; empty where all is exact."""
     samples: tuple[SampleRecord, ...]
 
     def to_json(self) -> str:
@@ -67,16 +75,21 @@ class ShardRecord:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "shard record") -> ShardRecord:
         """Read `to_json`'s text. Raises CacheError naming `where` and the field."""
-        data = parse_versioned(text, where)
+        data, version = parse_versioned(text, where)
+        if version == 1:
+            data |= {"last_codec": data.get("codec"), "calibration": None, "errors": []}
+        errors = _errors(data.pop("errors", None), where)
         raw = data.pop("samples", None)
         if not isinstance(raw, list):
             raise CacheError(f"{where}: samples is {type(raw).__name__}, wanted a list")
         samples = []
         for item in raw:
             spans = item.pop("supervised_spans", None) if isinstance(item, dict) else None
+            if version == 1 and isinstance(item, dict):
+                item.setdefault("domain", None)
             values = _checked(SampleRecord, item, where, skip=("supervised_spans",))
             samples.append(SampleRecord(supervised_spans=_spans(spans, values["tokens"], where), **values))
-        record = cls(samples=tuple(samples), **_checked(cls, data, where, skip=("samples",)))
+        record = cls(samples=tuple(samples), errors=errors, **_checked(cls, data, where, skip=("samples", "errors")))
         totals = (len(samples), sum(sample.tokens for sample in samples))
         if (record.num_samples, record.num_tokens) != totals:
             raise CacheError(
@@ -93,6 +106,7 @@ class ShardSummary:
     name: str
     format: str
     codec: str
+    last_codec: str
     num_samples: int
     used: int
     num_bytes: int
@@ -115,6 +129,10 @@ class Manifest:
     rejected: int
     rejects: dict[str, dict[str, int]]
     """stage -> reason -> count."""
+    calibration: str | None
+    """Digest of the calibration object, where the codecs need one."""
+    errors: tuple[TensorError, ...]
+    """Measured by the bounded-loss codecs over all shards, one per tensor; empty where all is exact."""
     index: str
     """Object name of the index of samples."""
     index_checksum: str
@@ -127,16 +145,21 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = MANIFEST) -> Manifest:
         """Read `to_json`'s text. Raises CacheError naming `where` and the field."""
-        data = parse_versioned(text, where)
+        data, version = parse_versioned(text, where)
         shards = data.pop("shards", None)
         if not isinstance(shards, list):
             raise CacheError(f"{where}: shards is {type(shards).__name__}, wanted a list")
+        if version == 1:
+            data |= {"calibration": None, "errors": []}
+            shards = [{**item, "last_codec": item.get("codec")} for item in shards if isinstance(item, dict)]
+        errors = _errors(data.pop("errors", None), where)
         summaries = tuple(ShardSummary(**_checked(ShardSummary, item, where)) for item in shards)
-        return cls(shards=summaries, **_checked(cls, data, where, skip=("shards",)))
+        return cls(shards=summaries, errors=errors, **_checked(cls, data, where, skip=("shards", "errors")))
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: is_int(value) and value >= 0,
+    "float": lambda value: isinstance(value, float) and 0 <= value < float("inf"),
     "str": lambda value: isinstance(value, str),
     "str | None": lambda value: value is None or isinstance(value, str),
     "dict[str, dict[str, int]]": lambda value: (
@@ -158,6 +181,12 @@ def _checked(cls: Any, data: Any, where: str, skip: tuple[str, ...] = ()) -> dic
         if not _CHECKS[kind](data[name]):
             raise CacheError(f"{where}: {cls.__name__}.{name} is {data[name]!r:.60}, wanted {kind}")
     return data
+
+
+def _errors(value: Any, where: str) -> tuple[TensorError, ...]:
+    if not isinstance(value, list):
+        raise CacheError(f"{where}: errors is {type(value).__name__}, wanted a list")
+    return tuple(TensorError(**_checked(TensorError, item, where)) for item in value)
 
 
 def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:

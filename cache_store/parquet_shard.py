@@ -1,7 +1,7 @@
 """One Parquet shard: one row is one sample is one row group, so a sample is one contiguous byte range.
 
-The planes of `codec.py` are binary columns; the high planes are compressed by Parquet itself (zstd level 1), the low
-planes are stored as they are. 64-bit binary offsets, no dictionary, no statistics (FORMAT.md, "Shards").
+The planes of a sample are binary columns; the `hi` planes are compressed by Parquet itself (zstd level 1), the `lo`
+planes are stored as they are. 64-bit binary offsets, no dictionary, no statistics (FORMAT.md, "Parquet shards").
 Legend: T tokens, L captured layers, D hidden size.
 """
 
@@ -11,69 +11,56 @@ import contextlib
 import io
 import json
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_store import codec
 from cache_store.errors import CacheError, SampleRejected
+from cache_store.fields import FieldCodecs, TensorError, merge_errors
 from cache_store.manifest import SampleRecord
-from cache_store.schema import FORMAT_VERSION, CacheSpec, TargetSample
+from cache_store.schema import CacheSpec, TargetSample
+from cache_store.shard import (
+    PLANES,
+    EncodedSample,
+    StoredSample,
+    checksum,
+    encode_sample,
+    metadata_text,
+)
 
 MAX_PLANE_BYTES = (1 << 31) - (1 << 16)
 """A Parquet page holds less than 2 GiB, and a plane is one page."""
 
-_PLANES = ("cap_hi", "cap_lo", "last_hi", "last_lo")
 _COMPRESSED = ("sample_id", "metadata", "input_ids", "loss_mask", "cap_hi", "last_hi")
 
 
 def shard_schema(spec: CacheSpec) -> pa.Schema:
     """Columns of a shard; the schema's metadata says how to turn the planes back into arrays."""
     columns = [pa.field(name, pa.large_string(), nullable=False) for name in ("sample_id", "metadata")]
-    names = ("input_ids", "loss_mask", *_PLANES)
-    columns += [pa.field(name, pa.large_binary(), nullable=False) for name in names]
+    columns += [pa.field(name, pa.large_binary(), nullable=False) for name in ("input_ids", "loss_mask", *PLANES)]
     facts = {
-        "dspark.format_version": str(FORMAT_VERSION),
+        "dspark.format_version": str(spec.format_version),
         "dspark.codec": spec.codec,
         "dspark.dtype": "bfloat16",
         "dspark.layer_ids": json.dumps(list(spec.layer_ids)),
         "dspark.hidden_size": str(spec.hidden_size),
         "dspark.last_hidden": spec.last_hidden,
     }
+    if spec.format_version > 1:
+        facts["dspark.last_codec"] = spec.last_codec
     return pa.schema(columns, metadata=facts)
-
-
-def needed_positions(loss_mask: np.ndarray) -> np.ndarray:
-    """Positions whose next token is supervised, ascending: where the loss can use the last hidden state."""
-    return np.flatnonzero(loss_mask[1:])
-
-
-def supervised_spans(loss_mask: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """[start, end) of every run of True."""
-    edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0))
-    return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
-
-
-def indexed_metadata(metadata: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """What the index repeats of a sample's metadata: (finish reason of the last turn, domain), None where not given."""
-    reasons, domain = metadata.get("finish_reasons"), metadata.get("domain")
-    last = reasons[-1] if isinstance(reasons, list) and reasons else None
-    return (last if isinstance(last, str) else None), (domain if isinstance(domain, str) else None)
 
 
 class ParquetShardWriter:
     """Writes samples into one local file; nobody may read it before `finish`."""
 
-    def __init__(self, path: Path, spec: CacheSpec) -> None:
-        self.path, self.spec = path, spec
+    def __init__(self, path: Path, spec: CacheSpec, codecs: FieldCodecs) -> None:
+        self.path, self.spec, self.codecs = path, spec, codecs
         self.ids: list[str] = []
-        self._facts: list[tuple[int, tuple[tuple[int, int], ...], str | None, str | None]] = []
+        self._rows: list[EncodedSample] = []
         self._schema = shard_schema(spec)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pq.ParquetWriter(
@@ -87,26 +74,24 @@ class ParquetShardWriter:
         )
 
     def add(self, sample: TargetSample) -> None:
-        """Append one sample, already validated."""
-        last = sample.last_hidden_state
-        if self.spec.last_hidden == "needed":
-            last = last[needed_positions(sample.loss_mask)]
-        cap_hi, cap_lo = codec.encode(self.spec.codec, sample.hidden_states)
-        last_hi, last_lo = codec.encode(self.spec.codec, last)
-        if cap_lo.size > MAX_PLANE_BYTES:
-            raise SampleRejected(sample.sample_id, f"plane of {cap_lo.size} bytes, Parquet pages end at 2 GiB")
-        mask = sample.loss_mask.astype(np.uint8)
-        buffers = (sample.input_ids.astype("<i4"), mask, cap_hi, cap_lo, last_hi, last_lo)
-        metadata = json.dumps(sample.metadata, ensure_ascii=False)
-        columns: list[pa.Array] = [pa.array([text], pa.large_string()) for text in (sample.sample_id, metadata)]
-        columns += [_one_value(buffer) for buffer in buffers]
+        """Append one sample, already validated. Raises SampleRejected for one that no page can hold."""
+        row = encode_sample(self.spec, self.codecs, sample)
+        if (largest := max(plane.size for plane in row.planes)) > MAX_PLANE_BYTES:
+            raise SampleRejected(sample.sample_id, f"plane of {largest} bytes, Parquet pages end at 2 GiB")
+        texts = (row.sample_id, metadata_text(row.metadata))
+        columns: list[pa.Array] = [pa.array([text], pa.large_string()) for text in texts]
+        columns += [_one_value(buffer) for buffer in (row.input_ids, row.loss_mask, *row.planes)]
         self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
-        self.ids.append(sample.sample_id)
-        self._facts.append((len(mask), supervised_spans(sample.loss_mask), *indexed_metadata(sample.metadata)))
+        self.ids.append(row.sample_id)
+        self._rows.append(row.without_planes())
 
     def tell(self) -> int:
         """Bytes written so far."""
         return self._sink.tell()
+
+    def errors(self) -> tuple[TensorError, ...]:
+        """What the codecs measured, one entry per tensor."""
+        return merge_errors(error for row in self._rows for error in row.errors)
 
     def finish(self) -> tuple[int, int, str, tuple[SampleRecord, ...]]:
         """Close, read the file back and check it: (bytes, footer bytes, crc32c, one record per row)."""
@@ -119,20 +104,9 @@ class ParquetShardWriter:
                 raise CacheError(f"{self.path}: {metadata.num_rows} rows on disk, {len(self.ids)} were written")
             view = memoryview(content)
             records = []
-            for row, (tokens, spans, finish, domain) in enumerate(self._facts):
-                offset, length = row_group_range(metadata, row)
-                records.append(
-                    SampleRecord(
-                        sample_id=self.ids[row],
-                        offset=offset,
-                        length=length,
-                        tokens=tokens,
-                        supervised_spans=spans,
-                        checksum=checksum(view[offset : offset + length]),
-                        finish=finish,
-                        domain=domain,
-                    )
-                )
+            for number, row in enumerate(self._rows):
+                offset, length = row_group_range(metadata, number)
+                records.append(row.record(offset, view[offset : offset + length]))
             return len(view), footer_length(view[-8:]), checksum(view), tuple(records)
 
     def abandon(self) -> None:
@@ -144,9 +118,35 @@ class ParquetShardWriter:
         self.path.unlink(missing_ok=True)
 
 
-def checksum(data: Any) -> str:
-    """crc32c of a buffer, 8 hex digits."""
-    return f"{crc32c.crc32c(data):08x}"
+class ParquetLayout:
+    """Reads rows of a shard by its footer. Raises CacheError when the footer is damaged."""
+
+    def __init__(self, footer: bytes) -> None:
+        if footer_length(footer[-8:]) != len(footer):
+            raise CacheError(f"footer of {footer_length(footer[-8:])} bytes, record says {len(footer)}")
+        self.footer = parse_footer(footer)
+
+    def text_range(self, row: int, where: tuple[int, int], tokens: int) -> tuple[int, int]:
+        """(offset, length) of a row's columns before the planes."""
+        return text_range(self.footer, row)
+
+    def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
+        """Decode one row from its byte range (without states: its text range). Raises CacheError."""
+        return read_row(self.footer, row, data, states=states)
+
+    def problems(self, spec: CacheSpec, num_bytes: int, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
+        """(kind, detail) of columns, facts, counts and ranges that are not those of the settings and the record."""
+        if not self.footer.schema.to_arrow_schema().equals(shard_schema(spec), check_metadata=True):
+            return [("wrong-layout", "columns or their facts differ from the settings in cache.json")]
+        rows, groups = self.footer.num_rows, self.footer.num_row_groups
+        if rows != len(ranges) or groups != len(ranges):
+            return [("wrong-counts", f"{rows} rows, record says {len(ranges)} samples")]
+        places = [row_group_range(self.footer, row) for row in range(rows)]
+        return [
+            ("wrong-layout", f"row {row} lies at {found}, record says {wanted}")
+            for row, (found, wanted) in enumerate(zip(places, ranges, strict=True))
+            if found != wanted
+        ]
 
 
 def row_group_range(metadata: pq.FileMetaData, row: int) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def text_range(metadata: pq.FileMetaData, row: int) -> tuple[int, int]:
     """(offset, length) of a row's columns before the planes: id, metadata, tokens and mask."""
     offset, length = row_group_range(metadata, row)
     group = metadata.row_group(row)
-    planes = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in _PLANES]
+    planes = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in PLANES]
     return offset, min([chunk.data_page_offset - offset for chunk in planes], default=length)
 
 
@@ -216,18 +216,6 @@ class RangeWindow(io.RawIOBase):
         return self._data[start:end]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSample:
-    """A row as stored: tokens decoded, planes not yet."""
-
-    sample_id: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    metadata: dict[str, Any]
-    captured: tuple[np.ndarray, np.ndarray]
-    last: tuple[np.ndarray, np.ndarray]
-
-
 def read_row(footer: pq.FileMetaData, row: int, data: bytes, *, states: bool = True) -> StoredSample:
     """Decode one row group from its byte range (without states: its text range, no planes). Raises CacheError."""
     offset, length = (row_group_range if states else text_range)(footer, row)
@@ -241,7 +229,7 @@ def read_row(footer: pq.FileMetaData, row: int, data: bytes, *, states: bool = T
         input_ids = _bytes_of(table, "input_ids").view("<i4")
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise CacheError(f"row {row} cannot be decoded: {error}") from error
-    planes = [_bytes_of(table, name) if states else np.empty(0, np.uint8) for name in _PLANES]
+    planes = [_bytes_of(table, name) if states else np.empty(0, np.uint8) for name in PLANES]
     return StoredSample(
         sample_id=table["sample_id"][0].as_py(),
         input_ids=input_ids,

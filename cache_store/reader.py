@@ -10,21 +10,22 @@ from collections import OrderedDict
 from typing import Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from cache_store import codec, index
+from cache_store.calibration import digest_of, field_codecs, load_calibration
+from cache_store.containers import open_layout
 from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFound, ShardCorrupt, StorageError
 from cache_store.identity import fingerprint
 from cache_store.ledger import Ledger, summaries
 from cache_store.manifest import MANIFEST, Manifest, ShardSummary
-from cache_store.parquet_shard import StoredSample, checksum, needed_positions, parse_footer, read_row, text_range
 from cache_store.schema import TargetSample
+from cache_store.shard import ShardLayout, StoredSample, checksum, needed_positions
 from cache_store.storage import Storage
 from cache_store.writer import load_spec
 
 Verify = Literal["always", "first", "never"]
-FOOTERS_KEPT = 1024
-"""Parsed footers held in memory, least recently used dropped first."""
+LAYOUTS_KEPT = 1024
+"""Parsed footers of shards held in memory, least recently used dropped first."""
 
 
 class CacheReader:
@@ -40,6 +41,9 @@ class CacheReader:
             raise CacheError(f"verify is {verify!r}, wanted always, first or never")
         self.storage, self.verify = storage, verify
         self.spec = load_spec(storage)
+        calibration = load_calibration(storage, self.spec)
+        self.codecs = field_codecs(self.spec, calibration)
+        self._calibration = digest_of(self.spec, calibration)
         self.manifest: Manifest | None = None
         self.shards: tuple[ShardSummary, ...]
         self._open_index(allow_unsealed)
@@ -50,7 +54,7 @@ class CacheReader:
         self._checked = np.zeros(len(self.tokens), dtype=bool)
         self._ids: list[str] | None = None
         self._positions: dict[str, int] | None = None
-        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
+        self._layouts: OrderedDict[int, ShardLayout] = OrderedDict()
         self._lock = threading.Lock()
 
     def _open_index(self, allow_unsealed: bool) -> None:
@@ -69,6 +73,11 @@ class CacheReader:
             raise CacheMismatch(
                 f"{self.storage.url}: the manifest was sealed under settings {self.manifest.fingerprint[:12]}, "
                 f"cache.json has {fingerprint(self.spec)[:12]}; one of the two was replaced"
+            )
+        if self.manifest.calibration != self._calibration:
+            raise CacheMismatch(
+                f"{self.storage.url}: the manifest was sealed with channel scales {self.manifest.calibration}, "
+                f"the cache has {self._calibration}; one of the two was replaced"
             )
         where, content = self.storage.path(self.manifest.index), self.storage.read(self.manifest.index)
         if checksum(content) != self.manifest.index_checksum:
@@ -146,7 +155,7 @@ class CacheReader:
             if isinstance(first, StorageError) and not isinstance(first, NotFound):
                 raise  # the storage has retried already
             with self._lock:
-                self._footers.pop(int(self._where["shard"][position]), None)
+                self._layouts.pop(int(self._where["shard"][position]), None)
             try:
                 return self._fetch_once(position, states)
             except CacheError as error:
@@ -158,15 +167,13 @@ class CacheReader:
         hidden: uint16 [L, t, D] of any strides, last: uint16 [t, D] holding zeros; t <= T cuts the sample on the
         right. Raises ShardCorrupt.
         """
-        tokens, size, tag = len(stored.input_ids), self.spec.hidden_size, self.spec.codec
-        wanted = hidden.shape[1]
+        tokens, wanted = len(stored.input_ids), hidden.shape[1]
         rows = np.arange(tokens) if self.spec.last_hidden == "all" else needed_positions(stored.loss_mask)
         try:
-            captured = _rows(tag, stored.captured, (self.spec.num_layers, tokens, size), wanted)
-            codec.decode_into(tag, captured, hidden)
+            self.codecs.captured.decode_into(stored.captured, tokens, hidden)
             kept = rows[rows < wanted]
-            final = np.empty((len(kept), size), np.uint16)
-            codec.decode_into(tag, _rows(tag, stored.last, (1, len(rows), size), len(kept)), final[None])
+            final = np.empty((len(kept), self.spec.hidden_size), np.uint16)
+            self.codecs.last.decode_into(stored.last, len(rows), final[None])
         except CacheError as error:
             raise self._corrupt(position, str(error)) from error
         last[kept] = final
@@ -181,36 +188,36 @@ class CacheReader:
 
     def _fetch_once(self, position: int, states: bool) -> StoredSample:
         where = {name: int(values[position]) for name, values in self._where.items()}
-        shard = self.shards[where["shard"]]
-        if states:
-            data = self.storage.read_range(shard.name, where["offset"], where["length"])
-            if self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
-                raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
-            footer = self._footer(where["shard"])
-        else:
-            footer = self._footer(where["shard"])
-            data = self.storage.read_range(shard.name, *text_range(footer, where["row"]))
-        stored = read_row(footer, where["row"], data, states=states)
+        shard, row = self.shards[where["shard"]], where["row"]
+        place = where["offset"], where["length"]
+        layout = self._layout(where["shard"]) if not states else None
+        if layout is not None:
+            place = layout.text_range(row, place, int(self.tokens[position]))
+        data = self.storage.read_range(shard.name, *place)
+        if states and self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
+            raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
+        layout = layout or self._layout(where["shard"])
+        stored = layout.read(row, place[0], data, states=states)
         sample_id = self.sample_id(position)
         if stored.sample_id != sample_id:
-            raise CacheError(f"row {where['row']} holds sample {stored.sample_id!r}, record says {sample_id!r}")
+            raise CacheError(f"row {row} holds sample {stored.sample_id!r}, record says {sample_id!r}")
         if len(stored.input_ids) != self.tokens[position] or len(stored.loss_mask) != self.tokens[position]:
             raise CacheError(f"{len(stored.input_ids)} tokens, record says {self.tokens[position]}")
         return stored
 
-    def _footer(self, number: int) -> pq.FileMetaData:
+    def _layout(self, number: int) -> ShardLayout:
         with self._lock:
-            if number in self._footers:
-                self._footers.move_to_end(number)
-                return self._footers[number]
+            if number in self._layouts:
+                self._layouts.move_to_end(number)
+                return self._layouts[number]
         shard = self.shards[number]
         start = shard.num_bytes - shard.footer_bytes
-        footer = parse_footer(self.storage.read_range(shard.name, start, shard.footer_bytes))
+        layout = open_layout(shard.format, self.storage.read_range(shard.name, start, shard.footer_bytes))
         with self._lock:
-            self._footers[number] = footer
-            if len(self._footers) > FOOTERS_KEPT:
-                self._footers.popitem(last=False)
-        return footer
+            self._layouts[number] = layout
+            if len(self._layouts) > LAYOUTS_KEPT:
+                self._layouts.popitem(last=False)
+        return layout
 
     def _corrupt(self, position: int, found: str) -> ShardCorrupt:
         shard, sample = self.storage.path(self.shard_of(position)), self.sample_id(position)
@@ -218,14 +225,3 @@ class CacheReader:
             f"{shard}: sample {sample!r}: {found}; find all damage with "
             f"'cache_store verify {self.storage.url}'; deleting the shard and its record and building again repairs it"
         )
-
-
-def _rows(
-    tag: str, planes: tuple[np.ndarray, np.ndarray], shape: tuple[int, int, int], wanted: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Planes of [groups, rows, D] values cut to the first `wanted` rows of every group. Raises CacheError."""
-    values = shape[0] * shape[1] * shape[2]
-    if codec.num_values(tag, planes) != values or (tag == "bss1" and planes[0].size != values):
-        raise CacheError(f"planes of {planes[0].size} and {planes[1].size} bytes, wanted {list(shape)} values")
-    high, low = (plane.reshape(shape[0], shape[1], -1)[:, :wanted] if plane.size else plane for plane in planes)
-    return high, low

@@ -14,9 +14,16 @@ import numpy as np
 
 from cache_store.errors import CacheError
 
-FORMAT_VERSION = 1
-FORMATS = ("parquet",)
-CODECS = ("bss1", "raw")
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+FORMATS = ("parquet", "tar")
+EXACT_CODECS = ("bss1", "raw")
+CODECS = (*EXACT_CODECS, "i8cr", "f8r")
+LAST_CODECS = (*EXACT_CODECS, "i8cr")
+"""f8r is for captured layers alone: the last hidden state feeds a softmax, which asks for more than 2 % precision."""
+CALIBRATED = ("i8cr",)
+MAX_CHANNELS = 1 << 16
+"""Bounded-loss codecs name a channel in 16 bits."""
 LAST_HIDDEN = ("needed", "all")
 
 
@@ -47,17 +54,24 @@ class CacheSpec:
     num_target_layers: int
     vocab_size: int
     format: str = "parquet"
+    """parquet, or tar (WebDataset)."""
     codec: str
-    """bss1: bytes split into two planes, the high one compressed; raw: bf16 bytes as they are. Both exact."""
+    """Of the captured layers. bss1: bytes split into two planes, the high one compressed; raw: bf16 bytes as they are;
+    both exact. i8cr: int8 over calibrated channels, at most 1 % error in any row; f8r: fp8 e4m3, at most 4 %."""
+    last_codec: str = ""
+    """Of the last hidden state. Empty: exact (the captured layers' codec if that is exact, else bss1)."""
     last_hidden: str
     """needed: the last hidden state only at positions whose next token is supervised; all: at every position."""
     shard_bytes: int
     """A shard is closed once it is at least this large."""
     identity: dict[str, Any]
     """Flat JSON: what else makes two caches the same (weights, tokenizer, template, sampling, prompts, versions)."""
+    format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        if self.last_codec == "":
+            object.__setattr__(self, "last_codec", self.codec if self.codec in EXACT_CODECS else "bss1")
         problems = [problem for problem in _problems(self) if problem]
         if problems:
             raise CacheError("cache settings: " + "; ".join(problems))
@@ -67,26 +81,42 @@ class CacheSpec:
         """Captured layers, L."""
         return len(self.layer_ids)
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a field's codec needs the calibration object (`calibration.py`)."""
+        return self.codec in CALIBRATED or self.last_codec in CALIBRATED
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that cache.json of this version has, without the version itself; what the fingerprint covers."""
+        values = asdict(self)
+        if values.pop("format_version") == 1:
+            del values["last_codec"]
+        return values
+
     def to_json(self) -> str:
         """The settings as JSON text, keys in a fixed order."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+        return (
+            json.dumps({"format_version": self.format_version, **self.settings()}, indent=1, ensure_ascii=False) + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CacheSpec:
         """Read `to_json`'s text; unknown, missing or wrongly typed fields raise CacheError."""
-        data = parse_versioned(text, "cache.json")
-        names = {field.name for field in fields(cls)}
+        data, version = parse_versioned(text, "cache.json")
+        names = {field.name for field in fields(cls)} - {"format_version"}
+        if version == 1:
+            data.setdefault("last_codec", data.get("codec"))
         if set(data) != names:
             raise CacheError(
                 f"cache.json: missing fields {sorted(names - set(data))}, unknown fields {sorted(set(data) - names)}"
             )
         if not isinstance(data["layer_ids"], list):
             raise CacheError(f"cache.json: layer_ids is {data['layer_ids']!r}, wanted a list")
-        return cls(**data)
+        return cls(**data, format_version=version)
 
 
-def parse_versioned(text: str | bytes, where: str) -> dict[str, Any]:
-    """The fields of one of the format's JSON objects, without its format_version.
+def parse_versioned(text: str | bytes, where: str) -> tuple[dict[str, Any], int]:
+    """The fields of one of the format's JSON objects without its format_version, and that version.
 
     Raises CacheError naming `where` for broken JSON, anything but an object, and another version.
     """
@@ -97,9 +127,10 @@ def parse_versioned(text: str | bytes, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CacheError(f"{where}: found {type(data).__name__}, wanted an object")
     version = data.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise CacheError(f"{where}: format_version {version!r}, this program reads {FORMAT_VERSION}")
-    return data
+    if not is_int(version) or version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
+        raise CacheError(f"{where}: format_version {version!r}, this program reads {readable}")
+    return data, version
 
 
 def _problems(spec: CacheSpec) -> list[str]:
@@ -110,8 +141,14 @@ def _problems(spec: CacheSpec) -> list[str]:
         if not is_int(value := getattr(spec, name)) or value <= 0
     ]
     problems += [
-        f"{name} is {value!r}, wanted one of {', '.join(allowed)}"
-        for name, allowed in (("format", FORMATS), ("codec", CODECS), ("last_hidden", LAST_HIDDEN))
+        f"{name} is {value!r}, wanted one of {', '.join(map(str, allowed))}"
+        for name, allowed in (
+            ("format_version", READABLE_VERSIONS),
+            ("format", FORMATS),
+            ("codec", CODECS),
+            ("last_codec", LAST_CODECS),
+            ("last_hidden", LAST_HIDDEN),
+        )
         if (value := getattr(spec, name)) not in allowed
     ]
     if not layers or not all(is_int(k) for k in layers) or list(layers) != sorted(set(layers)):
@@ -121,6 +158,13 @@ def _problems(spec: CacheSpec) -> list[str]:
             f"layer_ids {list(layers)} must lie within -1..{spec.num_target_layers - 2}: the target has "
             f"{spec.num_target_layers} layers and the last one is not a captured layer"
         )
+    problems += [
+        f"hidden_size is {spec.hidden_size}, codec {name} counts channels up to {MAX_CHANNELS}"
+        for name in (spec.codec, spec.last_codec)
+        if name not in EXACT_CODECS and not problems and spec.hidden_size > MAX_CHANNELS
+    ]
+    if spec.format_version == 1 and (spec.format != "parquet" or spec.last_codec != spec.codec or spec.calibrated):
+        problems.append("format_version 1 has only parquet shards and one exact codec for both fields")
     if not isinstance(spec.identity, dict) or not all(isinstance(key, str) for key in spec.identity):
         problems.append(f"identity is {type(spec.identity).__name__}, wanted an object with string keys")
         return problems

@@ -14,10 +14,12 @@ from types import TracebackType
 import numpy as np
 
 from cache_store import codec, identity
+from cache_store.calibration import digest_of, field_codecs, load_calibration
+from cache_store.containers import new_shard
 from cache_store.errors import AlreadyExists, CacheMismatch, NotFound, SampleRejected, StorageError
 from cache_store.manifest import COMMITS, SHARDS, SPEC, ShardRecord
-from cache_store.parquet_shard import ParquetShardWriter
 from cache_store.schema import CacheSpec, TargetSample
+from cache_store.shard import ShardWriter
 from cache_store.storage import FREE_SPACE, Storage
 
 
@@ -54,7 +56,8 @@ class CacheWriter:
     """Rolls samples into shards of about `spec.shard_bytes`. One per process; any number may write at once.
 
     A context manager: leaving it commits the open shard, an exception inside discards the open shard (committed ones
-    stay). At most one uncommitted shard lies in `scratch_dir` at any time.
+    stay). At most one uncommitted shard lies in `scratch_dir` at any time. Raises CacheIncomplete when the codecs need
+    channel scales that the cache does not have yet.
     """
 
     def __init__(self, storage: Storage, spec: CacheSpec, *, scratch_dir: Path | None = None) -> None:
@@ -62,7 +65,9 @@ class CacheWriter:
         self.committed: list[ShardRecord] = []
         self._scratch_dir = scratch_dir
         self._fingerprint = identity.fingerprint(spec)
-        self._open: ParquetShardWriter | None = None
+        calibration = load_calibration(storage, spec)
+        self._codecs, self._calibration = field_codecs(spec, calibration), digest_of(spec, calibration)
+        self._open: ShardWriter | None = None
         self._ids: set[str] = set()
 
     def __enter__(self) -> CacheWriter:
@@ -106,11 +111,11 @@ class CacheWriter:
             self._open.abandon()
             self._open = None
 
-    def _new_shard(self) -> ParquetShardWriter:
+    def _new_shard(self) -> ShardWriter:
         folder = self._scratch_dir if self._scratch_dir is not None else self.storage.scratch_dir()
         folder.mkdir(parents=True, exist_ok=True)
         # Random, so that a repeated task never touches what its first try left behind.
-        return ParquetShardWriter(folder / f"part-{uuid.uuid4().hex}.parquet", self.spec)
+        return new_shard(folder, f"part-{uuid.uuid4().hex}", self.spec, self._codecs)
 
     def _commit(self) -> None:
         shard = self._open
@@ -129,12 +134,15 @@ class CacheWriter:
                 name=name,
                 format=self.spec.format,
                 codec=self.spec.codec,
+                last_codec=self.spec.last_codec,
                 fingerprint=self._fingerprint,
+                calibration=self._calibration,
                 num_samples=len(samples),
                 num_tokens=sum(sample.tokens for sample in samples),
                 num_bytes=num_bytes,
                 footer_bytes=footer_bytes,
                 checksum=crc,
+                errors=shard.errors(),
                 samples=samples,
             )
             self._put_record(record)

@@ -22,10 +22,9 @@ def record(name: str, sample_ids: list[str], finish: str | None = "stop") -> Sha
         )
         for row, sample_id in enumerate(sample_ids)
     )
-    facts = {"format": "parquet", "codec": "raw", "fingerprint": "f", "checksum": "0", "num_bytes": 9}
-    return ShardRecord(
-        name=name, **facts, footer_bytes=1, num_samples=len(samples), num_tokens=8 * len(samples), samples=samples
-    )
+    facts = {"format": "parquet", "codec": "raw", "last_codec": "raw", "fingerprint": "f", "checksum": "0"}
+    sizes = {"num_bytes": 9, "footer_bytes": 1, "num_samples": len(samples), "num_tokens": 8 * len(samples)}
+    return ShardRecord(name=name, **facts, **sizes, calibration=None, errors=(), samples=samples)
 
 
 def test_rows_are_sorted_and_the_first_record_wins() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,25 @@ from hypothesis.extra import numpy as hnp
 
 from cache_store import parquet_shard
 from cache_store.errors import CacheError, SampleRejected
+from cache_store.fields import FieldCodec, FieldCodecs
 from cache_store.manifest import SampleRecord
 from cache_store.parquet_shard import (
     ParquetShardWriter,
     RangeWindow,
-    indexed_metadata,
-    needed_positions,
     parse_footer,
     read_row,
     shard_schema,
-    supervised_spans,
 )
 from cache_store.schema import CacheSpec, TargetSample
 from tests.cache_store.samples import make_sample, make_spec
 
 
+def exact_codecs(spec: CacheSpec) -> FieldCodecs:
+    return FieldCodecs(FieldCodec(spec.codec), FieldCodec(spec.last_codec))
+
+
 def write_shard(path: Path, spec: CacheSpec, samples: list[TargetSample]) -> tuple[int, int, tuple[SampleRecord, ...]]:
-    writer = ParquetShardWriter(path, spec)
+    writer = ParquetShardWriter(path, spec, exact_codecs(spec))
     for sample in samples:
         writer.add(sample)
     num_bytes, footer_bytes, _, records = writer.finish()
@@ -109,7 +110,7 @@ def test_schema_never_depends_on_the_samples(tmp_path: Path, counts: tuple[int, 
 def test_plane_beyond_a_page_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec()
     monkeypatch.setattr(parquet_shard, "MAX_PLANE_BYTES", 1000)
-    writer = ParquetShardWriter(tmp_path / "s.parquet", spec)
+    writer = ParquetShardWriter(tmp_path / "s.parquet", spec, exact_codecs(spec))
     writer.add(make_sample(spec, 0, tokens=1000 // 32))
     with pytest.raises(SampleRejected, match="pages end at 2 GiB"):
         writer.add(make_sample(spec, 1, tokens=1000 // 32 + 1))
@@ -163,15 +164,6 @@ def test_damaged_footer_is_refused(tmp_path: Path) -> None:
         parquet_shard.footer_length(b"12345678")
 
 
-@given(st.lists(st.booleans(), max_size=30))
-def test_spans_and_needed_positions(values: list[bool]) -> None:
-    mask = np.array(values, dtype=bool)
-    spans = supervised_spans(mask)
-    assert [i for start, end in spans for i in range(start, end)] == np.flatnonzero(mask).tolist()
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans)), "runs are as long as possible"
-    assert needed_positions(mask).tolist() == [i for i in range(len(values) - 1) if values[i + 1]]
-
-
 def test_window_has_only_its_bytes() -> None:
     window = RangeWindow(b"abcdef", 100)
     assert window.seek(102) == 102
@@ -180,16 +172,3 @@ def test_window_has_only_its_bytes() -> None:
     assert window.seek(0, 2) == 106
     window.seek(3)
     assert window.read(2) == b""
-
-
-@pytest.mark.parametrize(
-    ("metadata", "wanted"),
-    [
-        ({}, (None, None)),
-        ({"finish_reasons": ["length", "stop"], "domain": "math"}, ("stop", "math")),
-        ({"finish_reasons": [], "domain": 3}, (None, None)),
-        ({"finish_reasons": "stop", "domain": ""}, (None, "")),
-    ],
-)
-def test_the_index_repeats_only_text(metadata: dict[str, object], wanted: tuple[str | None, str | None]) -> None:
-    assert indexed_metadata(metadata) == wanted

@@ -11,9 +11,9 @@ from cache_store import codec
 from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFound, ShardCorrupt
 from cache_store.ledger import Ledger, seal
 from cache_store.manifest import MANIFEST, SPEC
-from cache_store.parquet_shard import needed_positions
 from cache_store.reader import CacheReader
 from cache_store.schema import CacheSpec, TargetSample
+from cache_store.shard import needed_positions
 from cache_store.storage import Storage, open_storage
 from cache_store.writer import CacheWriter, create_cache
 from tests.cache_store.samples import build_cache, make_sample, make_spec
@@ -245,12 +245,12 @@ def test_what_is_not_there(storage: Storage) -> None:
 
 
 def test_many_shards_keep_few_footers(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_store.reader.FOOTERS_KEPT", 2)
+    monkeypatch.setattr("cache_store.reader.LAYOUTS_KEPT", 2)
     build_cache(storage, make_spec(shard_bytes=1), 6)
     reader = CacheReader(storage)
     for position in (0, 1, 2, 3, 4, 5, 0):
         reader.read(position)
-    assert len(reader._footers) == 2
+    assert len(reader._layouts) == 2
 
 
 def test_memory_storage_and_duplicate_ids(tmp_path: Path) -> None:

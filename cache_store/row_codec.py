@@ -1,0 +1,204 @@
+"""Bounded-loss codecs: one byte per value, one scale per row, and the few values that a scale cannot reach, exactly.
+
+`i8cr` divides by a channel's calibrated root mean square and then by a scale per row into int8; `f8r` divides by a
+scale per row into fp8 e4m3. A row is one token of one layer. Values out of reach of their row's scale (the massive
+activations of a first token, and other outliers) are kept as bf16 in a list beside the codes, and a row whose error
+would still exceed the codec's bound gets a finer scale until it does not: the bound holds for every row.
+Legend: G layers, R rows (tokens), D channels, N outliers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache_store.codec import to_bits, to_float
+from cache_store.errors import CacheError
+
+ROW_CODECS = ("i8cr", "f8r")
+MAX_ROW_ERROR = {"i8cr": 0.01, "f8r": 0.04}
+"""Largest relative error |decoded - x| / |x| of any row; a finer scale is taken where it would be exceeded."""
+
+_BLOCK_VALUES = 1 << 17  # rows are coded in blocks whose temporaries stay in the processor's cache
+_INT8_MAX = 127.0
+_FP8_MAX = 448.0
+# int8 codes are uniform steps: error = step / sqrt(12). Scales aim a little below the bound, since bf16 rounds as well.
+_AIM = 0.0095 * np.sqrt(12.0)
+_GAUSS = np.sqrt(np.pi / 2.0)  # standard deviation per mean of |x|: the mean is not moved by one massive value
+_FP8_REACH = 64.0  # times the mean of |x|: beyond it fp8's small values would lose their bits
+_FINER = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class RowErrors:
+    """Measured on the decoded values, [G, R] each."""
+
+    relative: np.ndarray
+    """float32: |decoded - x| / |x| of a row, Euclidean norms."""
+    outliers: np.ndarray
+    """uint16: values of the row stored exactly."""
+
+
+def encode(name: str, bits_GRD: np.ndarray, rms_GD: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, RowErrors]:
+    """(codes uint8 [G*R*D], stored bytes uint8, errors) of finite bf16 bits.
+
+    The stored bytes are, one after another and little-endian: scales bf16 [G, R], counts of outliers uint16 [G, R],
+    and for all outliers in order their channels uint16 [N] and values bf16 [N].
+    """
+    groups, rows, channels = bits_GRD.shape
+    codes = np.zeros((groups, rows, channels), np.uint8)
+    scales = np.zeros((groups, rows), np.float32)
+    outlying = np.zeros((groups, rows, channels), bool)
+    relative = np.zeros((groups, rows), np.float32)
+    step = max(1, _BLOCK_VALUES // max(channels, 1))
+    for group in range(groups):
+        rms = None if rms_GD is None else rms_GD[group]
+        for start in range(0, rows, step):
+            part = (group, slice(start, start + step))
+            block = _Block(codes[part], scales[part], outlying[part], relative[part])
+            _encode_rows(name, to_float(bits_GRD[part]), rms, block)
+    counts = outlying.sum(axis=-1, dtype="<u2")
+    where = np.nonzero(outlying)
+    parts = (to_bits(scales).astype("<u2"), counts, where[2].astype("<u2"), bits_GRD[where].astype("<u2"))
+    stored = np.frombuffer(b"".join(part.tobytes() for part in parts), np.uint8)
+    return codes.reshape(-1), stored, RowErrors(relative, counts)
+
+
+def decode_into(
+    name: str, planes: tuple[np.ndarray, np.ndarray], rows: int, rms_GD: np.ndarray | None, out_GTD: np.ndarray
+) -> None:
+    """Fill `out_GTD` (uint16 bf16 bits, any strides) with the first T of `rows` rows of every layer.
+
+    Raises CacheError when the planes do not fit the shape.
+    """
+    groups, wanted, channels = out_GTD.shape
+    codes, stored = planes
+    if codes.size != groups * rows * channels:
+        raise CacheError(f"{codes.size} codes, wanted {[groups, rows, channels]}")
+    scales, counts, columns, values = _split(stored, groups, rows, channels)
+    codes_GRD = codes.reshape(groups, rows, channels)
+    step = max(1, _BLOCK_VALUES // max(channels, 1))
+    for group in range(groups):
+        rms = None if rms_GD is None else rms_GD[group]
+        for start in range(0, wanted, step):
+            part = (group, slice(start, min(start + step, wanted)))
+            out_GTD[part] = _dequantise(name, codes_GRD[part], scales[part], rms)
+    owners = np.repeat(np.arange(groups * rows), counts.reshape(-1))
+    group_of, row_of = np.divmod(owners, max(rows, 1))
+    kept = row_of < wanted
+    out_GTD[group_of[kept], row_of[kept], columns[kept]] = values[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Views that receive the results of some rows."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    outlying: np.ndarray
+    relative: np.ndarray
+
+
+def _encode_rows(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None, block: _Block) -> None:
+    scales = _as_bf16(_first_scales(name, values_RD, rms_D))
+    size = np.sqrt(np.square(values_RD, dtype=np.float64).sum(axis=-1))
+    todo = np.arange(len(values_RD))
+    while len(todo):
+        codes, outlying = _quantise(name, values_RD[todo], scales[todo], rms_D)
+        decoded = to_float(_dequantise(name, codes, scales[todo], rms_D))
+        decoded[outlying] = values_RD[todo][outlying]
+        error = np.sqrt(np.square(decoded - values_RD[todo], dtype=np.float64).sum(axis=-1))
+        relative = np.divide(error, size[todo], out=np.zeros_like(error), where=error > 0)
+        good = relative <= MAX_ROW_ERROR[name]
+        done = todo[good]
+        block.codes[done], block.scales[done] = codes[good], scales[done]
+        block.outlying[done], block.relative[done] = outlying[good], relative[good]
+        todo = todo[~good]  # ends: at scale 0 every value but 0 is an outlier
+        scales[todo] = _as_bf16(scales[todo] * np.float32(_FINER))
+
+
+def _first_scales(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None) -> np.ndarray:
+    """float32 [R]: reaching the largest value, unless that makes the steps too coarse for the bound."""
+    scaled = values_RD if rms_D is None else values_RD / rms_D
+    magnitude = np.abs(scaled)
+    largest, mean = magnitude.max(axis=-1, initial=0.0), magnitude.mean(axis=-1)
+    if name == "f8r":
+        return np.minimum(largest, _FP8_REACH * mean) / np.float32(_FP8_MAX)
+    reach = np.minimum(largest / _INT8_MAX, _AIM * _GAUSS * mean)
+    if rms_D is None:
+        raise CacheError("codec i8cr needs the calibrated root mean square of every channel")
+    norm = np.sqrt(np.square(values_RD).sum(axis=-1))
+    return np.minimum(reach, _AIM * norm / np.sqrt(np.square(rms_D).sum())).astype(np.float32)
+
+
+def _quantise(
+    name: str, values_RD: np.ndarray, scales_R: np.ndarray, rms_D: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(codes uint8, which values are outliers), [R, D]."""
+    scaled = values_RD if rms_D is None else values_RD / rms_D
+    steps = np.broadcast_to(scales_R[:, None], scaled.shape)
+    scaled = np.divide(scaled, steps, out=np.where(scaled == 0, scaled, np.inf).astype(np.float32), where=steps > 0)
+    if name == "f8r":
+        outlying = np.abs(scaled) > _FP8_MAX
+        return _to_e4m3(np.where(outlying, np.float32(0), scaled)), outlying
+    codes = np.rint(scaled)
+    outlying = np.abs(codes) > _INT8_MAX
+    return np.where(outlying, np.float32(0), codes).astype(np.int8).view(np.uint8), outlying
+
+
+def _dequantise(name: str, codes_RD: np.ndarray, scales_R: np.ndarray, rms_D: np.ndarray | None) -> np.ndarray:
+    """bf16 bits uint16 [R, D] of code * scale (* root mean square), in float32, rounded to nearest even."""
+    values = _E4M3[codes_RD] if name == "f8r" else codes_RD.view(np.int8).astype(np.float32)
+    values *= scales_R[:, None]
+    if rms_D is not None:
+        values *= rms_D
+    words = values.view(np.uint32)  # finite, so the addition cannot carry a NaN into another value
+    words += ((words >> 16) & 1) + np.uint32(0x7FFF)
+    words >>= 16
+    return words.astype(np.uint16)
+
+
+def _split(stored: np.ndarray, groups: int, rows: int, channels: int) -> tuple[np.ndarray, ...]:
+    """(scales float32 [G, R], counts [G, R], channels [N], values [N]) of the stored bytes. Raises CacheError."""
+    count = groups * rows
+    words = stored.view("<u2") if stored.size % 2 == 0 else stored[:-1].view("<u2")
+    if stored.size % 2 or words.size < 2 * count:
+        raise CacheError(f"{stored.size} bytes of scales and outliers, wanted at least {4 * count}")
+    scales, counts, rest = words[:count], words[count : 2 * count], words[2 * count :]
+    total = int(counts.sum(dtype=np.int64))
+    if rest.size != 2 * total:
+        raise CacheError(f"{rest.size * 2} bytes of outliers, wanted {4 * total}")
+    columns, values = rest[:total], rest[total:]
+    if total and int(columns.max()) >= channels:
+        raise CacheError(f"an outlier in channel {int(columns.max())} of {channels}")
+    return to_float(scales).reshape(groups, rows), counts.reshape(groups, rows), columns, values
+
+
+def _as_bf16(scales: np.ndarray) -> np.ndarray:
+    return to_float(to_bits(scales))
+
+
+def _e4m3_values() -> np.ndarray:
+    """float32 [256]: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities, 0x7F and 0xFF are NaN."""
+    codes = np.arange(128)
+    exponent, mantissa = codes >> 3, codes & 7
+    values = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+_E4M3 = _e4m3_values()
+
+
+def _to_e4m3(values: np.ndarray) -> np.ndarray:
+    """e4m3 codes, uint8, of float32 values within +-448; round to nearest even."""
+    magnitude = np.abs(values)
+    words = magnitude.view(np.uint32)
+    rounded = (words + ((words >> 20) & 1) + np.uint32(0x7FFFF)) >> 20  # 8 bits of exponent, 3 of mantissa
+    normal = rounded.astype(np.int32) - (120 << 3)  # bias 127 -> 7
+    small = np.rint(magnitude * np.float32(512.0)).astype(
+        np.int32
+    )  # multiples of 2**-9, carrying into the first normal
+    codes = np.where(magnitude < np.float32(2.0**-6), small, normal).astype(np.uint8)
+    return codes | (np.signbit(values).astype(np.uint8) << 7)
