@@ -11,15 +11,13 @@ Legend: as drafter.py; K = γ steps, H query heads, G key/value heads, E head_di
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from model.anchors import Blocks, context_positions
-from model.attention import BlockLayout, cached_attention
+from model.attention import BlockLayout
 from model.config import DrafterConfig
 from model.errors import AnchorError
 from model.flex import plan_attention
@@ -37,23 +35,6 @@ class Eagle3Layer(DraftLayer):
     def join(self, embedded: Tensor, feature: Tensor) -> Tensor:
         """Two [..., D] to the attention's input [..., 2·D]."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
-
-
-@dataclasses.dataclass(slots=True)
-class Eagle3Cache:
-    """What decoding keeps: keys and values of step 0, [n-1, G, E], and the last position's feature [D].
-
-    The key of a position needs the token after it, so that of the newest one waits for the anchor.
-    """
-
-    key: Tensor
-    value: Tensor
-    feature: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Positions read: the next block's anchor position."""
-        return len(self.key) + (self.feature is not None)
 
 
 class Eagle3Drafter(nn.Module):
@@ -76,14 +57,14 @@ class Eagle3Drafter(nn.Module):
         """dtype of the parameters."""
         return self.fc.weight.dtype
 
-    @property
-    def _layer(self) -> Eagle3Layer:
-        return cast(Eagle3Layer, self.layers[0])
-
     def init_weights(self, seed: int) -> Eagle3Drafter:
         """See layers.init_weights; returns self."""
         init_weights(self, seed)
         return self
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """Captured layers [..., C] in any dtype to features [..., D]."""
+        return self.fc(hidden.to(self.dtype))
 
     def unroll(self, hidden_BTC: Tensor, input_ids_BT: Tensor, blocks: Blocks, heads: TargetHeads) -> Tensor:
         """The layer's outputs [A, K, D] before the final norm: the training-time test of every block.
@@ -94,75 +75,42 @@ class Eagle3Drafter(nn.Module):
         if bool((blocks.anchors == blocks.starts).any()):
             raise AnchorError("an EAGLE-3 block cannot start at the first token of a sample: it has no feature before")
         needed = int(blocks.anchors.max())
-        layer, config = self._layer, self.config
-        feature_BTD = self.fc(hidden_BTC[:, :needed].to(self.dtype))
+        feature_BTD = self.fuse(hidden_BTC[:, :needed])
         # Padding may hold anything; no block reads it, but the embedding must not fail on it.
-        next_ids = input_ids_BT[:, 1 : needed + 1].clamp(0, config.vocab_size - 1)
-        positions = context_positions(blocks, len(hidden_BTC), needed)
-        context_kv = layer.self_attn.key_value(
-            layer.join(heads.embed(next_ids).to(self.dtype), feature_BTD), rotation(positions, config, self.dtype)
-        )
+        next_ids = input_ids_BT[:, 1 : needed + 1].clamp(0, self.config.vocab_size - 1)
+        positions_BT = context_positions(blocks, len(hidden_BTC), needed)
+        context_kv, _ = self.read(next_ids, feature_BTD, positions_BT, heads)
         feature_AD = feature_BTD[blocks.rows, blocks.anchors - 1]
         outputs: list[Tensor] = []
         keys, values = ([part.new_empty(len(feature_AD), 0, *part.shape[2:])] for part in context_kv)
-        for step in range(config.block_size):
-            joined = layer.join(heads.embed(blocks.previous_ids[:, step]).to(self.dtype), feature_AD)
-            by = rotation(blocks.position_ids[:, step] - 1, config, self.dtype)
+        for step in range(self.config.block_size):
+            (key, value), query = self.read(
+                blocks.previous_ids[:, step], feature_AD, blocks.position_ids[:, step] - 1, heads
+            )
             if step > 0:  # step 0's own key stands in the context
-                key, value = layer.self_attn.key_value(joined, by)
                 keys.append(key[:, None])
                 values.append(value[:, None])
             attend = plan_attention(_layout(blocks, step), (len(hidden_BTC), needed))
-            query_AQHE = layer.self_attn.query(joined, by)[:, None]
-            attended = attend(query_AQHE, (torch.cat(keys, dim=1), torch.cat(values, dim=1)), context_kv)
-            feature_AD = layer.finish(feature_AD, attended[:, 0])
+            attended = attend(query[:, None], (torch.cat(keys, dim=1), torch.cat(values, dim=1)), context_kv)
+            feature_AD = self.finish(feature_AD, attended[:, 0])
             outputs.append(feature_AD)
         return torch.stack(outputs, dim=1)
 
-    def new_cache(self) -> Eagle3Cache:
-        """Nothing read yet."""
-        shape = (0, self.config.num_key_value_heads, self.config.head_dim)
-        empty = torch.empty(shape, dtype=self.dtype, device=self.fc.weight.device)
-        return Eagle3Cache(empty, empty)
+    def read(
+        self, ids: Tensor, feature: Tensor, positions: Tensor, heads: TargetHeads
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """(keys, values) [..., G, E] and queries [..., H, E] of tokens [...] beside the features [..., D] before them.
 
-    def append_context(
-        self, cache: Eagle3Cache, token_ids: Sequence[int], hidden_nC: Tensor, heads: TargetHeads
-    ) -> None:
-        """Read the next n committed positions: their tokens and captured hidden states [n, C]."""
-        features = list(self.fc(hidden_nC.to(self.fc.weight)))
-        waiting = [] if cache.feature is None else [cache.feature]
-        known = [*waiting, *features][:-1]
-        if known:
-            followers = token_ids[1 - len(waiting) :]
-            key, value, _ = self._read(followers, torch.stack(known), len(cache.key), heads)
-            cache.key, cache.value = torch.cat([cache.key, key]), torch.cat([cache.value, value])
-        cache.feature = features[-1]
-
-    def draft_steps(
-        self, cache: Eagle3Cache, anchor_id: int, heads: TargetHeads, pick: Callable[[Tensor], int]
-    ) -> None:
-        """Draft one block after the anchor at position cache.length; `pick` turns each step's normed hidden state [D]
-        into the token that the next step reads. The cache stays as it is.
-
-        Raises AnchorError before anything was appended.
+        `positions` [...] are the rotary ones: those of the features.
         """
-        if cache.feature is None:
-            raise AnchorError("EAGLE-3 cannot draft before the prompt was appended: it has no feature to start from")
-        key, value, feature, token = cache.key, cache.value, cache.feature[None], anchor_id
-        for _ in range(self.config.block_size):
-            new_key, new_value, query = self._read([token], feature, len(key), heads)
-            key, value = torch.cat([key, new_key]), torch.cat([value, new_value])
-            feature = self._layer.finish(feature, cached_attention(query, key, value))
-            token = pick(self.norm(feature[0]))
+        layer = cast(Eagle3Layer, self.layers[0])
+        joined = layer.join(heads.embed(ids).to(self.dtype), feature)
+        by = rotation(positions, self.config, self.dtype)
+        return layer.self_attn.key_value(joined, by), layer.self_attn.query(joined, by)
 
-    def _read(
-        self, token_ids: Sequence[int], feature_nD: Tensor, position: int, heads: TargetHeads
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values [n, G, E] and queries [n, H, E] of n features and the tokens after them, from `position` on."""
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=feature_nD.device)
-        joined = self._layer.join(heads.embed(ids).to(self.dtype), feature_nD)
-        by = rotation(torch.arange(position, position + len(ids), device=ids.device), self.config, self.dtype)
-        return *self._layer.self_attn.key_value(joined, by), self._layer.self_attn.query(joined, by)
+    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output [..., D], which is the next step's feature, from attention outputs [..., H, E]."""
+        return cast(Eagle3Layer, self.layers[0]).finish(feature, attended)
 
 
 def _layout(blocks: Blocks, step: int) -> BlockLayout:
