@@ -116,6 +116,8 @@ class DrafterSection(Section):
     """Token that fills the slots after the anchor: an id, or a token string of the target's tokenizer."""
     markov_head: Literal["none", "vanilla", "gated", "rnn"] = "vanilla"
     markov_rank: int = Field(default=256, ge=0)
+    draft_vocab_size: int | None = Field(default=None, gt=0)
+    """Draft only the tokens that the target generates most, counted in the cache; null: its whole vocabulary."""
     confidence_head: bool = True
     confidence_with_markov: bool = True
     sample_from_anchor: bool = True

@@ -154,6 +154,19 @@ def resolve_mask_token(mask_token: int | str, tokenizer: Any, vocab_size: int) -
     return mask_token
 
 
+def indispensable_tokens(tokenizer: Any, stop_ids: Sequence[int]) -> frozenset[int]:
+    """Tokens that a reduced draft vocabulary must keep: stop and special tokens, and those that spell single bytes."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+    if "<0x00>" in vocabulary:  # byte fallback
+        single_bytes = {vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary}
+    else:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        single_bytes = {vocabulary[name] for name in ByteLevel.alphabet() if name in vocabulary}
+    return frozenset({*stop_ids, *tokenizer.all_special_ids, *special, *single_bytes})
+
+
 def torch_dtype(section: TargetSection) -> torch.dtype:
     """The torch dtype that the target runs in."""
     import torch

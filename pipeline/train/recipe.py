@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from cache_store.identity import fingerprint
 from cache_store.reader import CacheReader
 from cache_store.schema import CacheSpec
@@ -15,8 +17,17 @@ from model.config import DrafterConfig, DrafterShape
 from model.errors import ModelError
 from model.losses import LossConfig
 from pipeline.config import Config, TrainingSection
-from pipeline.engines.hf import resolve_mask_token, resolve_target, target_facts, tokenizer_of, worker_section
+from pipeline.engines.hf import (
+    indispensable_tokens,
+    resolve_mask_token,
+    resolve_target,
+    stop_token_ids,
+    target_facts,
+    tokenizer_of,
+    worker_section,
+)
 from pipeline.errors import ConfigError
+from pipeline.train.draft_vocab import DraftVocabulary, draft_vocabulary
 from pipeline.train.schedule import total_steps
 
 # Recipe fields that a resumed run must keep. The rest (workers, micro-batches, ZeRO stage, logging) may change.
@@ -47,6 +58,8 @@ class TrainingJob:
     total_steps: int
     recipe: dict[str, Any]
     """Flat: field -> value; a checkpoint of another recipe is refused."""
+    draft_vocab: DraftVocabulary | None
+    """None: every token of the target may be drafted."""
 
     @property
     def training(self) -> TrainingSection:
@@ -62,6 +75,11 @@ class TrainingJob:
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.output / "checkpoints"
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """int64 [V_d]: the target token of each draft token; None for the whole vocabulary."""
+        return None if self.draft_vocab is None else self.draft_vocab.tensor()
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -82,6 +100,7 @@ def prepare_job(config: Config) -> TrainingJob:
     drafter = drafter_config(config)
     check_cache(reader.spec, drafter, config.cache.url)
     training = config.training
+    draft_vocab = _draft_vocab(config, drafter, reader)
     absolute = config.model_copy(
         update={
             "target": worker_section(config.target),
@@ -96,7 +115,23 @@ def prepare_job(config: Config) -> TrainingJob:
         cache=reader.spec,
         num_samples=len(reader),
         total_steps=total_steps(len(reader), training.epochs, training.global_batch_size),
-        recipe=recipe_of(training, drafter, reader),
+        recipe=recipe_of(training, drafter, reader)
+        | ({"drafter.draft_vocab": draft_vocab.digest} if draft_vocab else {}),
+        draft_vocab=draft_vocab,
+    )
+
+
+def _draft_vocab(config: Config, drafter: DrafterConfig, reader: CacheReader) -> DraftVocabulary | None:
+    if not drafter.reduces_vocabulary:
+        return None
+    folder = resolve_target(config.target)
+    tokenizer = tokenizer_of(config.target.model_copy(update={"path": str(folder)}))
+    return draft_vocabulary(
+        reader,
+        size=drafter.draft_vocab_size,
+        vocab_size=drafter.vocab_size,
+        always=indispensable_tokens(tokenizer, stop_token_ids(folder, tokenizer)),
+        output=Path(config.training.output),
     )
 
 
@@ -129,6 +164,7 @@ def drafter_config(config: Config) -> DrafterConfig:
                 num_attention_heads=section.num_attention_heads,
                 num_key_value_heads=section.num_key_value_heads,
                 head_dim=section.head_dim,
+                draft_vocab_size=section.draft_vocab_size or 0,
             ),
         )
     except ModelError as error:

@@ -18,6 +18,7 @@ from pipeline.config import Config, dump_config
 from pipeline.errors import TrainingFailed
 from pipeline.telemetry import Progress
 from pipeline.train.checkpoint import check_recipe, complete_checkpoints, read_state, write_atomically
+from pipeline.train.draft_vocab import FILE as DRAFT_VOCAB
 from pipeline.train.metrics import METRICS, read_metrics
 from pipeline.train.recipe import TrainingJob, prepare_job
 from pipeline.train.worker import DRAFTER, EVENTS, FAILURE, SUMMARY, train_worker
@@ -100,6 +101,7 @@ def describe(job: TrainingJob) -> str:
             f"{training.gpus_per_worker:g} GPUs each",
             f"drafter     {job.drafter.num_draft_layers} layers, hidden {job.drafter.hidden_size}, block "
             f"{job.drafter.block_size}, layers {list(job.drafter.target_layer_ids)} of the target",
+            *([f"vocabulary  {job.draft_vocab.line()}"] if job.draft_vocab else []),
             f"output      {job.output} ({_steps_done(job)} steps done)",
         ]
     )
@@ -117,6 +119,8 @@ def _steps_done(job: TrainingJob) -> int:
 
 def _describe_run(job: TrainingJob, config: Config) -> None:
     write_atomically(job.output / "config.yaml", dump_config(config))
+    if job.draft_vocab is not None:
+        write_atomically(job.output / DRAFT_VOCAB, job.draft_vocab.to_json())
     about = {"argv": sys.argv, "git_sha": _git_sha(), "python": sys.version.split()[0], "started": time.time()}
     write_atomically(job.output / "run.json", json.dumps({**about, **job.provenance}, indent=1) + "\n")
 

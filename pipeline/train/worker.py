@@ -87,7 +87,9 @@ def run_rank(job: TrainingJob) -> LoopResult:
     training = job.training
     stream = _stream_config(job, dist.get_rank(), dist.get_world_size(), start_step=0)
     drafter = DSparkDrafter(job.drafter).init_weights(training.seed)
-    heads = load_target_heads(resolve_target(job.config.target), dtype=DTYPES[training.precision])
+    heads = load_target_heads(
+        resolve_target(job.config.target), dtype=DTYPES[training.precision], draft_ids=job.draft_ids
+    )
     engine = TrainEngine(drafter, functools.partial(_loss, heads, job.loss), _engine_config(job, stream.micro_batches))
     heads.to(engine.device)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), engine.device)

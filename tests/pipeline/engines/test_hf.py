@@ -151,3 +151,16 @@ def test_no_template_is_refused(tiny_target: Path, tmp_path: Path) -> None:
     (tmp_path / "copy" / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
         hf.chat_template_hash(hf.load_tokenizer(str(tmp_path / "copy")))
+
+
+def test_indispensable_tokens_of_a_byte_fallback_tokenizer(tiny_target: Path) -> None:
+    tokenizer = hf.load_tokenizer(str(tiny_target))
+
+    class Fallback:
+        added_tokens_decoder, all_special_ids = tokenizer.added_tokens_decoder, tokenizer.all_special_ids
+
+        def get_vocab(self) -> dict[str, int]:
+            return {f"<0x{byte:02X}>": 500 + byte for byte in range(256)} | {"a": 900}
+
+    found = hf.indispensable_tokens(Fallback(), [7])
+    assert found == {7, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *range(500, 756)}

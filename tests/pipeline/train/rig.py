@@ -58,7 +58,12 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def make_cache(
-    url: str, masks: Sequence[np.ndarray], *, layer_ids: tuple[int, ...] = LAYERS, huge_sample: int | None = None
+    url: str,
+    masks: Sequence[np.ndarray],
+    *,
+    layer_ids: tuple[int, ...] = LAYERS,
+    huge_sample: int | None = None,
+    vocab_size: int = VOCAB,
 ) -> None:
     """A sealed cache of one sample per loss mask, ids s00, s01, ... in the order of their positions.
 
@@ -69,7 +74,7 @@ def make_cache(
         layer_ids=layer_ids,
         hidden_size=HIDDEN,
         num_target_layers=TARGET_LAYERS,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         codec="raw",
         last_hidden="needed",
         shard_bytes=2**20,

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_store.reader import CacheReader
+from cache_store.storage import open_storage
+from pipeline.config import Config
+from pipeline.engines.hf import indispensable_tokens, load_tokenizer
+from pipeline.errors import ConfigError
+from pipeline.train.checkpoint import check_recipe
+from pipeline.train.draft_vocab import FILE, DraftVocabulary, count_supervised, draft_vocabulary
+from pipeline.train.recipe import prepare_job
+from pipeline.train.run import describe
+from tests.pipeline.hf_target import VOCAB as TARGET_VOCAB
+from tests.pipeline.train.rig import VOCAB, answer_mask, make_cache, make_config
+
+ALWAYS = frozenset({0, 3, 96})
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> CacheReader:
+    url = str(tmp_path_factory.mktemp("cache"))
+    make_cache(url, [answer_mask(40, 10)] * 30)
+    return CacheReader(open_storage(url))
+
+
+def vocabulary(reader: CacheReader, output: Path, size: int = 24) -> DraftVocabulary:
+    return draft_vocabulary(reader, size=size, vocab_size=VOCAB, always=ALWAYS, output=output)
+
+
+def test_only_generated_tokens_are_counted(reader: CacheReader) -> None:
+    expected = np.zeros(VOCAB, dtype=np.int64)
+    for position in range(len(reader)):
+        sample = reader.read(position)
+        np.add.at(expected, sample.input_ids[10:], 1)
+    assert np.array_equal(count_supervised(reader, VOCAB), expected)
+    assert count_supervised(reader, VOCAB, samples=7).sum() == 7 * 30
+
+
+def test_the_vocabulary_covers_what_it_says(reader: CacheReader, tmp_path: Path) -> None:
+    found = vocabulary(reader, tmp_path)
+    counts = count_supervised(reader, VOCAB)
+    assert len(found.ids) == 24
+    assert set(found.ids) >= ALWAYS
+    assert found.coverage == pytest.approx(counts[list(found.ids)].sum() / counts.sum())
+    # The 21 free places went to the most frequent of the other tokens.
+    others = np.sort(np.delete(counts, sorted(ALWAYS)))[::-1]
+    free = sorted((counts[token] for token in set(found.ids) - ALWAYS), reverse=True)
+    assert free == others[:21].tolist()
+    assert found.line().startswith("24 of 97 tokens can be drafted: ")
+    with pytest.raises(ConfigError, match=r"drafter.draft_vocab_size: draft vocabulary of 2: wanted at least the 3"):
+        vocabulary(reader, tmp_path, size=2)
+
+
+def test_a_run_keeps_its_vocabulary(reader: CacheReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = vocabulary(reader, tmp_path)
+    (tmp_path / FILE).write_text(first.to_json())
+    monkeypatch.setattr("pipeline.train.draft_vocab.count_supervised", lambda *a, **k: pytest.fail("counted again"))
+    assert vocabulary(reader, tmp_path) == first
+    monkeypatch.undo()
+    assert len(vocabulary(reader, tmp_path, size=30).ids) == 30  # another size is another vocabulary
+
+
+def test_a_damaged_mapping_is_refused(reader: CacheReader, tmp_path: Path) -> None:
+    content = json.loads(vocabulary(reader, tmp_path).to_json())
+    for broken in ([*content["ids"][:-1], content["ids"][0]], [*content["ids"][:-1], 97], content["ids"][1:]):
+        (tmp_path / FILE).write_text(json.dumps({**content, "ids": broken}))
+        with pytest.raises(ConfigError, match=rf"{FILE}: not a draft vocabulary"):
+            vocabulary(reader, tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(ConfigError, match="not a draft vocabulary"):
+        vocabulary(reader, tmp_path)
+
+
+def test_a_job_has_it_in_its_recipe_and_in_its_drafter(tmp_path: Path, tiny_target: Path) -> None:
+    make_cache(str(tmp_path / "cache"), [answer_mask(40, 10)] * 4, vocab_size=TARGET_VOCAB)
+
+    def job_of(size: int | None) -> Config:
+        config = make_config(tmp_path)
+        drafter = config.drafter.model_copy(update={"draft_vocab_size": size})
+        target = config.target.model_copy(update={"path": str(tiny_target)})
+        return config.model_copy(update={"drafter": drafter, "target": target})
+
+    job = prepare_job(job_of(400))
+    assert job.draft_vocab is not None
+    assert job.drafter.draft_vocab_size == 400
+    assert "vocabulary  400 of 1,024 tokens can be drafted" in describe(job)
+    tokenizer = load_tokenizer(str(tiny_target))
+    special = indispensable_tokens(tokenizer, [2])
+    assert special <= set(job.draft_vocab.ids)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in special
+    assert len(special) > 256  # the golden tokenizer is byte-level: 256 single bytes and its special tokens
+    # A mapping that changed within a run is refused by name.
+    other = dict(job.recipe, **{"drafter.draft_vocab": "0" * 64})
+    with pytest.raises(ConfigError, match=r"drafter.draft_vocab was '0000"):
+        check_recipe(other, job.recipe, tmp_path)
+    whole = prepare_job(job_of(None))
+    assert whole.draft_ids is None
+    assert "drafter.draft_vocab" not in whole.recipe
+    with pytest.raises(ConfigError, match="wanted at least the"):
+        prepare_job(job_of(100))
