@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from cache_store import codec
+from cache_store.calibration import calibrate, field_codecs
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.shard import needed_positions
 
 BF16_BYTES = 2
 TOKEN_BYTES = 2.2
 """input_ids and loss mask of a token, compressed."""
-SAMPLE_BYTES = 1500
-"""Parquet page headers and footer entries, commit record and index line of a sample."""
+SAMPLE_BYTES = {"parquet": 1500, "tar": 6500}
+"""Page headers and footer entries, or members' headers and padding; commit record and index line of a sample."""
 NOMINAL_SAMPLE_TOKENS = 512
 """Tokens per sample where the caller does not know the number of samples."""
 
@@ -33,7 +33,12 @@ class Ratios:
     last: float
 
 
-MEASURED = {"bss1": Ratios(captured=0.69, last=0.697), "raw": Ratios(captured=1.0, last=1.0)}
+MEASURED = {
+    "bss1": Ratios(captured=0.69, last=0.697),
+    "raw": Ratios(captured=1.0, last=1.0),
+    "i8cr": Ratios(captured=0.474, last=0.474),
+    "f8r": Ratios(captured=0.430, last=0.430),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,25 +60,31 @@ def estimate_bytes(
     ratios: Ratios | None = None,
 ) -> Estimate:
     """Size of a cache of `tokens` tokens, of which `supervised_fraction` (0..1) are supervised."""
-    known = MEASURED[spec.codec] if ratios is None else ratios
+    known = ratios or Ratios(captured=MEASURED[spec.codec].captured, last=MEASURED[spec.last_codec].last)
     count = -(-tokens // NOMINAL_SAMPLE_TOKENS) if samples is None else samples
     vector = spec.hidden_size * BF16_BYTES
     kept = 1.0 if spec.last_hidden == "all" else supervised_fraction
     per_token = vector * (spec.num_layers * known.captured + kept * known.last) + TOKEN_BYTES
-    stored = round(tokens * per_token + count * SAMPLE_BYTES)
+    stored = round(tokens * per_token + count * SAMPLE_BYTES[spec.format])
     raw = tokens * vector * (spec.num_layers + 1)
     return Estimate(raw_bytes=raw, stored_bytes=stored, shards=-(-stored // spec.shard_bytes))
 
 
 def measure_ratios(spec: CacheSpec, samples: Sequence[TargetSample]) -> Ratios:
     """The factors of real samples of a target, by compressing them as a shard does."""
+    if not samples:
+        return Ratios(captured=0.0, last=0.0)
     captured, last = [0, 0], [0, 0]
+    codecs = field_codecs(spec, calibrate(spec, samples))
     for sample in samples:
         final = sample.last_hidden_state
         if spec.last_hidden == "needed":
             final = final[needed_positions(sample.loss_mask)]
-        for bits, total in ((sample.hidden_states, captured), (final, last)):
-            high, low = codec.encode(spec.codec, bits)
+        for bits, field, total in (
+            (sample.hidden_states, codecs.captured, captured),
+            (final[None], codecs.last, last),
+        ):
+            (high, low), _ = field.encode(bits)
             total[0] += bits.nbytes
             total[1] += low.nbytes + _zstd_bytes(high)
     return Ratios(captured=captured[1] / max(captured[0], 1), last=last[1] / max(last[0], 1))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cache_store import codec
+from cache_store.calibration import calibrate, commit_calibration
 from cache_store.errors import AlreadyExists
 from cache_store.ledger import seal
 from cache_store.schema import CacheSpec, TargetSample
@@ -58,6 +59,8 @@ def build_cache(
 ) -> list[TargetSample]:
     create_cache(storage, spec)
     samples = [make_sample(spec, number, **kwargs) for number in range(count)]
+    if spec.calibrated:
+        commit_calibration(storage, spec, calibrate(spec, samples))
     with CacheWriter(storage, spec) as writer:
         for sample in samples:
             writer.write(sample)
