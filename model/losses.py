@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.anchors import Blocks
-from model.chunked_loss import DraftRows, RowTerms, SlotTargets, chunked_rows
-from model.drafter import DSparkDrafter
+from model.chunked_loss import DraftRows, SlotTargets, chunked_rows, draft_labels
+from model.drafter import DSparkDrafter, HeadOutputs
+from model.row_loss import RowTerms, compute_dtype
 from model.target_heads import TargetHeads
 
 
@@ -42,6 +43,8 @@ class DrafterInputs:
     last_hidden_BTD: Tensor
     """After the target's final norm; row i predicts token i+1. Read only where a supervised label needs it."""
     blocks: Blocks
+    input_ids_BT: Tensor | None = None
+    """int64 token ids; EAGLE-3 alone reads them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class _RowLosses:
     """Scalar Σ w·(ce·CE + l1·L1), differentiable."""
     ce: Tensor
     l1: Tensor
+    distinct_labels: int
+    """Label positions that some slot predicts."""
 
 
 def dspark_loss(drafter: DSparkDrafter, heads: TargetHeads, inputs: DrafterInputs, config: LossConfig) -> LossOutput:
@@ -77,15 +82,11 @@ def dspark_loss(drafter: DSparkDrafter, heads: TargetHeads, inputs: DrafterInput
         return _empty_output(drafter, inputs)
     hidden_AKD = _block_hidden(drafter, heads, inputs)
     small = drafter.head_outputs(hidden_AKD, blocks.previous_ids)
-    chosen = blocks.supervised
-    draft = DraftRows(
-        hidden_RD=hidden_AKD[chosen],
-        features_RM=None if small.features_AKR is None else small.features_AKR[chosen],
-        w2_VM=None if drafter.markov_head is None else drafter.markov_head.markov_w2.weight,
-    )
+    target = _target_rows(inputs)
+    draft = _draft_rows(drafter, hidden_AKD, small, target, blocks)
     terms = RowTerms(ce=config.ce, l1=config.l1, rows_per_chunk=config.rows_per_chunk)
-    ce, l1, objective = chunked_rows(draft, _target_rows(inputs), heads, terms)
-    rows = _RowLosses(objective=objective, ce=ce, l1=l1)
+    ce, l1, objective = chunked_rows(draft, target, heads, terms)
+    rows = _RowLosses(objective=objective, ce=ce, l1=l1, distinct_labels=len(target.last_hidden_UD))
     return _combine(inputs, config, rows, small.confidence_AK)
 
 
@@ -96,14 +97,17 @@ def reference_loss(drafter: DSparkDrafter, heads: TargetHeads, inputs: DrafterIn
         return _empty_output(drafter, inputs)
     hidden_AKD = _block_hidden(drafter, heads, inputs)
     small = drafter.head_outputs(hidden_AKD, blocks.previous_ids)
-    draft_logits = drafter.draft_logits(hidden_AKD, small.features_AKR, heads).float()
+    draft_logits = drafter.draft_logits(hidden_AKD, small.features_AKR, heads)
+    draft_logits = draft_logits.to(compute_dtype(draft_logits))
     last_hidden = inputs.last_hidden_BTD[blocks.rows[:, None], blocks.context_rows]
-    target = heads.logits(last_hidden.detach()).float().softmax(dim=-1)[blocks.supervised]
+    target = heads.logits(last_hidden.detach()).to(draft_logits.dtype).softmax(dim=-1)[blocks.supervised]
     log_q = draft_logits.log_softmax(dim=-1)[blocks.supervised]
-    ce = -log_q.gather(-1, blocks.labels[blocks.supervised][:, None]).squeeze(-1)
-    l1 = (log_q.exp() - target).abs().sum(dim=-1)
+    labels = draft_labels(blocks.labels[blocks.supervised], heads)
+    ce = -log_q.gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1) * (labels >= 0)
+    l1 = (heads.to_target(log_q).exp() - target).abs().sum(dim=-1)
     objective = (blocks.weights[blocks.supervised] * (config.ce * ce + config.l1 * l1)).sum()
-    rows = _RowLosses(objective=objective, ce=ce.detach(), l1=l1.detach())
+    distinct = len(_target_rows(inputs).last_hidden_UD)
+    rows = _RowLosses(objective=objective, ce=ce.detach(), l1=l1.detach(), distinct_labels=distinct)
     return _combine(inputs, config, rows, small.confidence_AK)
 
 
@@ -120,6 +124,22 @@ def _target_rows(inputs: DrafterInputs) -> SlotTargets:
     )
 
 
+def _draft_rows(
+    drafter: DSparkDrafter, hidden_AKD: Tensor, small: HeadOutputs, target: SlotTargets, blocks: Blocks
+) -> DraftRows:
+    """The supervised slots; one row of features per target row when they are those of the previous token alone."""
+    hidden_RD, head = hidden_AKD[blocks.supervised], drafter.markov_head
+    if head is None or small.features_AKR is None:
+        return DraftRows(hidden_RD, None, None)
+    features_RM = small.features_AKR[blocks.supervised]
+    if head.reads_hidden:
+        return DraftRows(hidden_RD, features_RM, head.markov_w2.weight)
+    # The previous token stands at the label's target row, so any slot of that row has the row's features.
+    slots = torch.arange(len(hidden_RD), device=hidden_RD.device)
+    slot_of_row = slots.new_zeros(len(target.last_hidden_UD)).scatter_reduce_(0, target.row_of_slot, slots, "amax")
+    return DraftRows(hidden_RD, features_RM[slot_of_row], head.markov_w2.weight, shared_features=True)
+
+
 def _block_hidden(drafter: DSparkDrafter, heads: TargetHeads, inputs: DrafterInputs) -> Tensor:
     # No block reads the context at or after the last anchor, so that part is never projected.
     needed = int(inputs.blocks.anchors.max())
@@ -133,9 +153,9 @@ def _combine(inputs: DrafterInputs, config: LossConfig, rows: _RowLosses, confid
     weights = blocks.weights[blocks.supervised]
     accept = (1.0 - 0.5 * rows.l1).clamp(0.0, 1.0)
     total = rows.objective
-    sums = _metric_sums(inputs, rows, accept)
+    sums = _metric_sums(blocks, rows, accept)
     if confidence_AK is not None:
-        logits = confidence_AK[blocks.supervised].float()
+        logits = confidence_AK[blocks.supervised].to(accept.dtype)
         bce = F.binary_cross_entropy_with_logits(logits, accept, reduction="none")
         total = total + config.confidence * (weights * bce).sum()
         sums |= _confidence_sums(blocks, logits.detach().sigmoid(), accept)
@@ -145,12 +165,11 @@ def _combine(inputs: DrafterInputs, config: LossConfig, rows: _RowLosses, confid
     return LossOutput(total=total, weight=weights.sum(), metrics=sums)
 
 
-def _metric_sums(inputs: DrafterInputs, rows: _RowLosses, accept_R: Tensor) -> dict[str, Tensor]:
-    blocks = inputs.blocks
+def _metric_sums(blocks: Blocks, rows: _RowLosses, accept_R: Tensor) -> dict[str, Tensor]:
     weights = blocks.weights[blocks.supervised]
-    accept_AK = torch.zeros_like(blocks.weights)
+    accept_AK = accept_R.new_zeros(blocks.weights.shape)
     accept_AK[blocks.supervised] = accept_R
-    label_positions = blocks.rows[:, None] * inputs.last_hidden_BTD.shape[1] + blocks.context_rows
+    num_blocks, draftable = _number(len(blocks.anchors), weights), _number(blocks.draftable_tokens, weights)
     sums = {
         "ce_loss/num": (weights * rows.ce).sum(),
         "ce_loss/den": weights.sum(),
@@ -158,22 +177,25 @@ def _metric_sums(inputs: DrafterInputs, rows: _RowLosses, accept_R: Tensor) -> d
         "l1_loss/den": weights.sum(),
         # Expected accepted length, bonus token included: 1 + Σ_k Π_{j<=k} accept_j.
         "tau/num": (1.0 + accept_AK.cumprod(dim=1).sum(dim=1)).sum(),
-        "tau/den": _number(len(blocks.anchors), weights),
-        "anchor_coverage/num": _number(len(torch.unique(label_positions[blocks.supervised])), weights),
-        "anchor_coverage/den": _number(blocks.draftable_tokens, weights),
-        "anchors/num": _number(len(blocks.anchors), weights),
+        "tau/den": num_blocks,
+        "anchor_coverage/num": _number(rows.distinct_labels, weights),
+        "anchor_coverage/den": draftable,
+        # Every draftable token follows one legal anchor, so the two are equally many.
+        "anchors_drawn/num": num_blocks,
+        "anchors_drawn/den": draftable,
+        "anchors/num": num_blocks,
         "anchors/den": _number(1, weights),
     }
-    counts = blocks.supervised.sum(dim=0)
+    counts, accepted = blocks.supervised.sum(dim=0).float(), accept_AK.sum(dim=0)
     for k in range(blocks.supervised.shape[1]):
-        sums[f"accept_rate@{k + 1}/num"] = accept_AK[:, k].sum()
-        sums[f"accept_rate@{k + 1}/den"] = counts[k].float()
+        sums[f"accept_rate@{k + 1}/num"] = accepted[k]
+        sums[f"accept_rate@{k + 1}/den"] = counts[k]
     return sums
 
 
 def _confidence_sums(blocks: Blocks, predicted_R: Tensor, accept_R: Tensor) -> dict[str, Tensor]:
     weights = blocks.weights
-    predicted, accept = torch.zeros_like(weights), torch.zeros_like(weights)
+    predicted, accept = accept_R.new_zeros(weights.shape), accept_R.new_zeros(weights.shape)
     predicted[blocks.supervised], accept[blocks.supervised] = predicted_R, accept_R
     error = predicted - accept
     prefix_error = predicted.cumprod(dim=1) - accept.cumprod(dim=1)
@@ -186,7 +208,7 @@ def _confidence_sums(blocks: Blocks, predicted_R: Tensor, accept_R: Tensor) -> d
 
 
 def _number(value: int, like: Tensor) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float32, device=like.device)
+    return torch.full((), float(value), dtype=torch.float32, device=like.device)
 
 
 def _empty_output(drafter: DSparkDrafter, inputs: DrafterInputs) -> LossOutput:
@@ -196,7 +218,7 @@ def _empty_output(drafter: DSparkDrafter, inputs: DrafterInputs) -> LossOutput:
     # Sums over empty slices: zero gradients without reading a value, so even a broken weight adds no NaN.
     total = zero + sum(p.reshape(-1)[:0].sum().float() for p in drafter.parameters() if p.requires_grad)
     nothing = zero.new_zeros(0)
-    sums = _metric_sums(inputs, _RowLosses(objective=zero, ce=nothing, l1=nothing), nothing)
+    sums = _metric_sums(blocks, _RowLosses(objective=zero, ce=nothing, l1=nothing, distinct_labels=0), nothing)
     if drafter.confidence_head is not None:
         sums |= _confidence_sums(blocks, nothing, nothing)
         sums["confidence_loss/num"], sums["confidence_loss/den"] = zero, zero
@@ -209,7 +231,8 @@ def metric_values(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
     accept_rate@k (k from 1) is the mean expected acceptance 1 - ½‖q-p‖₁ at position k under teacher forcing; tau the
     expected accepted length per block, bonus token included; anchor_coverage the share of draftable tokens that were a
-    label; anchors a plain mean over calls. ce_loss, l1_loss, confidence_loss and loss are per unit of weight.
+    label; anchors_drawn the share of legal anchors; anchors a plain mean over calls. ce_loss, l1_loss, confidence_loss
+    and loss are per unit of weight.
     """
     names = [name.removesuffix("/num") for name in sums if name.endswith("/num")]
     pairs = {name: (float(sums[f"{name}/num"]), float(sums[f"{name}/den"])) for name in names}

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model.chunked_loss import DraftRows, RowTerms, SlotTargets, chunked_rows
+from model.chunked_loss import DraftRows, SlotTargets, chunked_rows
 from model.losses import dspark_loss, reference_loss
+from model.row_loss import RowTerms
 from model.target_heads import TargetHeads
 from tests.golden_data import grads_of, load_case, max_error
 
@@ -42,9 +43,9 @@ def problem(row_of_slot: list[int], dtype: torch.dtype) -> tuple[DraftRows, Slot
 def formula(
     draft: DraftRows, target: SlotTargets, heads: TargetHeads, terms: RowTerms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert draft.features_RM is not None
-    assert draft.w2_VM is not None
-    logits = heads.logits(draft.hidden_RD) + draft.features_RM @ draft.w2_VM.T
+    assert draft.features is not None
+    assert draft.w2_WM is not None
+    logits = heads.logits(draft.hidden_RD) + draft.features @ draft.w2_WM.T
     p = heads.logits(target.last_hidden_UD).softmax(-1)[target.row_of_slot]
     ce = torch.nn.functional.cross_entropy(logits, target.labels, reduction="none")
     l1 = (logits.softmax(-1) - p).abs().sum(-1)
@@ -61,7 +62,7 @@ def test_any_sharing_and_any_chunk_size_equal_the_formula(
     draft, target, heads = problem(row_of_slot, torch.float64)
     terms = RowTerms(*weights, rows_per_chunk=rows_per_chunk)
     ours, exact = chunked_rows(draft, target, heads, terms), formula(draft, target, heads, terms)
-    leaves = (draft.hidden_RD, draft.features_RM, draft.w2_VM)
+    leaves = (draft.hidden_RD, draft.features, draft.w2_WM)
     for a, b in zip(ours, exact, strict=True):
         assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5)
     scale = 3.5  # whatever the caller multiplies the sum with
@@ -74,7 +75,7 @@ def test_any_sharing_and_any_chunk_size_equal_the_formula(
 def test_no_markov_head() -> None:
     draft, target, heads = problem(list(range(20)), torch.float32)
     plain = DraftRows(draft.hidden_RD, None, None)
-    zero = DraftRows(draft.hidden_RD, torch.zeros_like(draft.features_RM), draft.w2_VM)
+    zero = DraftRows(draft.hidden_RD, torch.zeros_like(draft.features), draft.w2_WM)
     terms = RowTerms(0.1, 0.9, rows_per_chunk=7)
     expected = torch.autograd.grad(chunked_rows(zero, target, heads, terms)[2], draft.hidden_RD)[0]
     assert torch.allclose(
@@ -92,29 +93,46 @@ def test_without_gradients_the_values_are_the_same() -> None:
 
 
 class LargestRows(TorchFunctionMode):
-    """Records the most rows of [rows, V] that any operation returned, and the rows that were softmaxed as targets."""
+    """Records the most rows of [rows, V] that any operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = self.softmax_rows = 0
+        self.rows = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == V:
                 self.rows = max(self.rows, len(tensor))
-        if func is torch.softmax:
-            self.softmax_rows += len(result)
         return result
+
+
+class CountingHeads(TargetHeads):
+    """Counts the rows that were given the target's logits."""
+
+    rows = 0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.rows += len(hidden)
+        return super().logits(hidden)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [7, 16, 50])
 def test_one_chunk_at_a_time_and_every_target_row_once(rows_per_chunk: int) -> None:
     draft, target, heads = problem([slot // 3 for slot in range(150)], torch.float32)
+    counting = CountingHeads(heads.embedding_VD, heads.untied_head_VD)
     with LargestRows() as seen:
-        chunked_rows(draft, target, heads, RowTerms(0.1, 0.9, rows_per_chunk=rows_per_chunk))
+        chunked_rows(draft, target, counting, RowTerms(0.1, 0.9, rows_per_chunk=rows_per_chunk))
     assert 0 < seen.rows <= rows_per_chunk
-    assert seen.softmax_rows == 50
+    assert counting.rows == 50
+
+
+def test_a_second_backward_is_refused() -> None:
+    draft, target, heads = problem([0, 0, 1], torch.float32)
+    total = chunked_rows(draft, target, heads, RowTerms(0.1, 0.9, rows_per_chunk=7))[2]
+    torch.autograd.grad(total, draft.hidden_RD, retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(total, draft.hidden_RD)
 
 
 def test_bfloat16_stays_near_float32() -> None:

@@ -1,0 +1,143 @@
+"""The row-wise part of the loss over one chunk of logits: CE, L1 and dL/dlogits, in plain torch, for every device.
+
+With z = logits (+ the bias that the slots of one target row share), q = softmax(z), p the target's distribution,
+s = sign(q - p), row weight w and c, l the weights of CE and L1 (DSpark §3.3):
+
+    dL/dz = w · ( c · (q - onehot(label)) + l · q ⊙ (s - <s, q>) )
+
+loss_kernel.py is the same in Triton. Legend: n slots, u target rows, W columns (the draft vocabulary), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+# Rows that share one pass of element-wise work; with two float32 scratch rows each they stay in a CPU's caches.
+_ROWS_PER_PASS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkSlots:
+    """The slots of one chunk, those of one target row side by side, in the order of the target rows."""
+
+    row_of_slot: Tensor
+    """int64 [n], ascending from 0: the target row of each slot."""
+    counts: list[int]
+    """Slots of every target row."""
+    labels: Tensor
+    """int64 [n]: column of the label; -1 where the draft vocabulary lacks the token (then there is no CE)."""
+    weights: Tensor
+    """float32 [n]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowTerms:
+    """Weights of the two terms that need logits, and the size of a chunk."""
+
+    ce: float
+    l1: float
+    rows_per_chunk: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkLogits:
+    """The [rows, columns] tensors of one chunk. Overwritten: see row_losses."""
+
+    draft_nW: Tensor
+    bias_uW: Tensor | None
+    """Added to the logits of all slots of a target row; None without."""
+    target_uV: Tensor
+    """The target's logits."""
+    columns_W: Tensor | None
+    """int64: which of the target's V columns the draft vocabulary holds; None for all."""
+
+
+def compute_dtype(logits: Tensor) -> torch.dtype:
+    """dtype of softmax and losses: float32, or float64 when the logits are."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def row_losses(logits: ChunkLogits, slots: ChunkSlots, terms: RowTerms, *, gradient: bool) -> tuple[Tensor, Tensor]:
+    """(CE [n], L1 [n]). With `gradient`, draft becomes dL/dz and bias its sum over the slots of each target row.
+
+    L1 counts the target's mass outside the draft vocabulary too: serving verifies against all of it.
+    """
+    draft, bias = logits.draft_nW, logits.bias_uW
+    p_uW, missing_u = _target_probabilities(logits)
+    dtype = p_uW.dtype
+    slots = dataclasses.replace(slots, weights=slots.weights.to(dtype))
+    height = min(_ROWS_PER_PASS, max(slots.counts, default=0))
+    scratch = [draft.new_empty(height, draft.shape[1], dtype=dtype) for _ in range(3)]
+    ce, l1 = draft.new_empty(len(draft), dtype=dtype), draft.new_empty(len(draft), dtype=dtype)
+    start = 0
+    for u, count in enumerate(slots.counts):
+        total = None
+        for first in range(start, start + count, _ROWS_PER_PASS):
+            rows = slice(first, min(first + _ROWS_PER_PASS, start + count))
+            z, q, d = (buffer[: rows.stop - first] for buffer in scratch)
+            z = draft[rows] if draft.dtype == dtype else z.copy_(draft[rows])
+            if bias is not None:
+                z += bias[u]
+            ce[rows], l1[rows] = _one_pass(z, p_uW[u], (q, d), _Rows(slots, rows), terms if gradient else None)
+            if gradient and draft.dtype != dtype:
+                draft[rows] = z
+            if gradient and bias is not None:
+                total = z.sum(dim=0) if total is None else total + z.sum(dim=0)
+        if total is not None and bias is not None:
+            bias[u] = total
+        start += count
+    return ce, l1 + missing_u[slots.row_of_slot]
+
+
+def _target_probabilities(logits: ChunkLogits) -> tuple[Tensor, Tensor]:
+    """p on the draft vocabulary [u, W], and the mass outside it [u]."""
+    p = torch.softmax(logits.target_uV, dim=-1, dtype=compute_dtype(logits.draft_nW))
+    if logits.columns_W is None:
+        return p, p.new_zeros(len(p))
+    p = p[:, logits.columns_W]
+    return p, (1.0 - p.sum(dim=-1)).clamp_min(0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some slots of a chunk."""
+
+    slots: ChunkSlots
+    rows: slice
+
+    @property
+    def labels(self) -> Tensor:
+        return self.slots.labels[self.rows, None]
+
+    @property
+    def weights(self) -> Tensor:
+        return self.slots.weights[self.rows, None]
+
+
+def _one_pass(
+    z: Tensor, p: Tensor, scratch: tuple[Tensor, Tensor], rows: _Rows, terms: RowTerms | None
+) -> tuple[Tensor, Tensor]:
+    """CE and L1 of a few rows z [n, W] against p [W]; z becomes dL/dz when terms are given, else it is spoilt.
+
+    Every line is one sweep over [n, W] (scratch rows are reused as soon as their content is spent).
+    """
+    has_label = rows.labels >= 0
+    labels = rows.labels.clamp_min(0)
+    largest, of_label = z.amax(dim=-1, keepdim=True), z.gather(-1, labels)
+    q = torch.softmax(z, dim=-1, out=scratch[0])
+    # log Σ exp z, exact where q of the label underflows: the largest q is at least 1/W.
+    ce = (largest - q.amax(dim=-1, keepdim=True).log() - of_label) * has_label
+    difference = torch.sub(q, p, out=scratch[1])
+    l1 = torch.abs(difference, out=z).sum(dim=-1)
+    if terms is not None:
+        # s ⊙ q in one sweep; where q equals p to the last bit the sign is +1 instead of 0, a subgradient as well.
+        signed_q = torch.copysign(q, difference, out=difference)
+        mean_sign = signed_q.sum(dim=-1, keepdim=True)
+        ce_weight = rows.weights * terms.ce * has_label
+        torch.mul(q, ce_weight - rows.weights * terms.l1 * mean_sign, out=z)
+        z.addcmul_(signed_q, rows.weights * terms.l1)
+        z.scatter_add_(-1, labels, -ce_weight)
+    return ce.squeeze(-1), l1
