@@ -1,62 +1,30 @@
-"""Training batches streamed from a Target Cache: the only file of the store that knows torch.
+"""Training batches streamed from Target Caches: the only file of the store that knows torch.
 
 Every rank yields, for every optimizer step, the same number of micro-batches, whatever its share of the samples, so
-that collective operations stay in step; the samples of a step depend on (seed, step) alone (`order.py`).
+that collective operations stay in step; the samples and rows of a step depend on (seed, step) alone (`packing.py`).
 Legend: N documents (samples), B rows, T tokens of the longest row, L captured layers, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from cache_store.errors import CacheError, CacheIncomplete
-from cache_store.order import rank_slice, step_samples
-from cache_store.reader import CacheReader, Verify
-from cache_store.storage import Storage
+from cache_store.errors import CacheError
+from cache_store.mixture import SampleSet, Source
+from cache_store.packing import StepShare, StreamConfig, share_of_step
+from cache_store.prefetch import PrefetchGate
+from cache_store.reader import Verify
+from cache_store.schema import is_int
 
 FETCHES_AT_ONCE = 8
 """Ranged reads that one loader process keeps in flight (storage latency, not processor time)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamConfig:
-    """Which samples a rank reads, and in which portions."""
-
-    seed: int
-    global_batch_size: int
-    """Samples per optimizer step over all ranks."""
-    micro_batch_size: int
-    max_length: int
-    """Longer samples are cut on the right."""
-    rank: int = 0
-    world_size: int = 1
-    start_step: int = 0
-    """First optimizer step to yield: a resumed run continues at its step."""
-    num_steps: int
-    """Optimizer steps of the whole run: the stream yields start_step .. num_steps - 1."""
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {getattr(self, name)}, wanted at least {least}"
-            for name, least in (("global_batch_size", 1), ("micro_batch_size", 1), ("max_length", 2), ("start_step", 0))
-            if getattr(self, name) < least
-        ]
-        if not 0 <= self.rank < self.world_size:
-            wrong.append(f"rank {self.rank} is not one of {self.world_size} ranks")
-        if wrong:
-            raise CacheError("stream: " + "; ".join(wrong))
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per optimizer step, the same on every rank."""
-        largest_share = -(-self.global_batch_size // self.world_size)
-        return -(-largest_share // self.micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +44,7 @@ class CacheBatch:
     epochs: torch.Tensor
     """int64 [N]: with `positions`, the key of a sample's own randomness (anchors)."""
     positions: torch.Tensor
-    """int64 [N]: positions in the cache."""
+    """int64 [N]: positions in the epoch's samples (`SampleSet`)."""
     rows: torch.Tensor
     """int64 [N], ascending: the row that holds the document."""
     starts: torch.Tensor
@@ -111,84 +79,208 @@ class CacheBatch:
 class TargetCacheStream(IterableDataset):
     """Micro-batches of one rank, in order. Loader workers take turns, so their number does not change the order.
 
-    The cache is opened in the process that reads it. Raises CacheIncomplete for a cache without samples, and whatever
-    `CacheReader` raises.
+    `state_dict` is two integers, (epoch, position): the place of the next optimizer step in the concatenated epochs,
+    the same on every rank, so a run may continue on another number of ranks or loader workers. The caches are opened
+    in the process that reads them. Raises CacheIncomplete when there are no samples, and whatever `SampleSet` raises.
     """
 
     def __init__(
-        self, storage: Storage, config: StreamConfig, *, verify: Verify = "first", allow_unsealed: bool = False
+        self, sources: Sequence[Source], config: StreamConfig, *, verify: Verify = "first", allow_unsealed: bool = False
     ) -> None:
         super().__init__()
-        self.storage, self.config = storage, config
+        self.sources, self.config = tuple(sources), config
+        self.next_step = config.start_step
+        """First optimizer step whose batches have not all been handed out."""
+        self.gate: PrefetchGate | None = None
         self._verify, self._allow_unsealed = verify, allow_unsealed
+        self._samples_per_epoch: int | None = None
 
-    def __len__(self) -> int:
-        return max(0, self.config.num_steps - self.config.start_step) * self.config.micro_batches
+    def open(self) -> SampleSet:
+        """The samples, opened anew."""
+        return SampleSet(self.sources, verify=self._verify, allow_unsealed=self._allow_unsealed)
+
+    def state_dict(self) -> dict[str, int]:
+        """{"epoch", "position"} of the next optimizer step."""
+        epoch, position = divmod(self.next_step * self.config.global_batch_size, self._epoch_length())
+        return {"epoch": epoch, "position": position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a stream over the same samples stood. Raises CacheError for the state of another stream."""
+        size, batch = self._epoch_length(), self.config.global_batch_size
+        if set(state) != {"epoch", "position"} or not all(is_int(value) and value >= 0 for value in state.values()):
+            raise CacheError(f"stream: state {dict(state)!r:.80}, wanted non-negative integers epoch and position")
+        if state["position"] >= size:
+            raise CacheError(f"stream: state {dict(state)} lies outside an epoch of {size} samples: other caches?")
+        step, rest = divmod(state["epoch"] * size + state["position"], batch)
+        if rest:
+            raise CacheError(f"stream: state {dict(state)} is not the start of a step of {batch} samples")
+        self.next_step = step
 
     def __iter__(self) -> Iterator[CacheBatch]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        reader = CacheReader(self.storage, verify=self._verify, allow_unsealed=self._allow_unsealed)
-        if len(reader) == 0:
-            raise CacheIncomplete(f"{self.storage.url} holds no samples to train on")
+        samples = self.open()
+        number = -1
         with ThreadPoolExecutor(max_workers=FETCHES_AT_ONCE) as pool:
-            for number in range(worker, len(self), workers):
-                step, micro = divmod(number, self.config.micro_batches)
-                yield self._batch(reader, pool, self.config.start_step + step, micro)
+            for step in range(self.next_step, self.config.num_steps):
+                share = share_of_step(self.config, len(samples), samples.tokens, step)
+                for micro in range(share.micro_batches):
+                    number += 1
+                    mine = number % workers == worker
+                    if self.gate is not None and not self.gate.admit(self._bytes(samples, share, micro), wait=mine):
+                        return
+                    if not mine:
+                        continue
+                    batch = self._batch(samples, pool, share, (step, micro))
+                    if micro + 1 == share.micro_batches:
+                        self.next_step = step + 1
+                    yield batch
 
-    def _batch(self, reader: CacheReader, pool: ThreadPoolExecutor, step: int, micro: int) -> CacheBatch:
-        config = self.config
-        epochs, positions = step_samples(config.seed, len(reader), config.global_batch_size, step)
-        share = rank_slice(config.global_batch_size, config.rank, config.world_size)
-        start = share.start + micro * config.micro_batch_size
-        chosen = slice(start, max(start, min(start + config.micro_batch_size, share.stop)))
-        epochs, positions = epochs[chosen], positions[chosen]
-        lengths = np.minimum(reader.tokens[positions], config.max_length)
-        size, longest = len(positions), int(lengths.max(initial=1))
-        spec = reader.spec
+    def _epoch_length(self) -> int:
+        if self._samples_per_epoch is None:
+            self._samples_per_epoch = len(self.open())
+        return self._samples_per_epoch
+
+    def _rows(self, share: StepShare, micro: int) -> list[list[int]]:
+        start = micro * self.config.micro_batch_size
+        return share.rows[start : start + self.config.micro_batch_size]
+
+    def _bytes(self, samples: SampleSet, share: StepShare, micro: int) -> int:
+        """Memory of a micro-batch: its tensors, and its samples as stored while they are decoded."""
+        rows = self._rows(share, micro)
+        longest = max((int(share.lengths[row].sum()) for row in rows), default=0)
+        places = [place for row in rows for place in row]
+        stored = samples.stored_bytes(share.epochs[places], share.positions[places])
+        return len(rows) * longest * token_bytes(samples) + stored
+
+    def _batch(
+        self, samples: SampleSet, pool: ThreadPoolExecutor, share: StepShare, place: tuple[int, int]
+    ) -> CacheBatch:
+        rows = self._rows(share, place[1])
+        places = [document for row in rows for document in row]
+        lengths = share.lengths[places]
+        starts = [int(start) for row in rows for start in np.cumsum([0, *share.lengths[row]])[:-1]]
+        longest = max((int(share.lengths[row].sum()) for row in rows), default=1)
+        epochs, positions = share.epochs[places], share.positions[places]
+        found = [samples.find(int(e), int(p)) for e, p in zip(epochs, positions, strict=True)]
+        spec, shape = samples.spec, (len(rows), longest)
+        new = _shared if get_worker_info() is not None else torch.empty
         batch = CacheBatch(
-            step=step,
-            micro_index=micro,
-            micro_batches=config.micro_batches,
-            sample_ids=[reader.sample_id(int(position)) for position in positions],
+            step=place[0],
+            micro_index=place[1],
+            micro_batches=share.micro_batches,
+            sample_ids=[reader.sample_id(position) for reader, position in found],
             epochs=torch.from_numpy(epochs),
             positions=torch.from_numpy(positions),
-            rows=torch.arange(size),
-            starts=torch.zeros(size, dtype=torch.int64),
+            rows=torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64)),
+            starts=torch.tensor(starts, dtype=torch.int64),
             lengths=torch.from_numpy(lengths),
-            input_ids=torch.zeros(size, longest, dtype=torch.int64),
-            loss_mask=torch.zeros(size, longest, dtype=torch.bool),
-            documents=torch.full((size, longest), -1, dtype=torch.int64),
-            hidden_states=torch.empty(size, longest, spec.num_layers * spec.hidden_size, dtype=torch.bfloat16),
-            last_hidden_state=torch.zeros(size, longest, spec.hidden_size, dtype=torch.bfloat16),
+            input_ids=torch.zeros(shape, dtype=torch.int64),
+            loss_mask=torch.zeros(shape, dtype=torch.bool),
+            documents=torch.full(shape, -1, dtype=torch.int64),
+            hidden_states=new((*shape, spec.num_layers * spec.hidden_size), dtype=torch.bfloat16),
+            last_hidden_state=new((*shape, spec.hidden_size), dtype=torch.bfloat16),
         )
-        for _ in pool.map(lambda row: _fill(reader, batch, row), range(size)):
-            pass  # map hands on the first error of a row
+        for row, documents in enumerate(rows):
+            used = int(share.lengths[documents].sum())
+            batch.hidden_states[row, used:] = 0  # the rest of these large tensors is written once, by the decoder
+            batch.last_hidden_state[row, used:] = 0
+        for _ in pool.map(lambda document: _fill(batch, document, *found[document]), range(len(places))):
+            pass  # map hands on the first error of a document
         return batch
 
 
-def _fill(reader: CacheReader, batch: CacheBatch, row: int) -> None:
-    """Decode a sample straight into its row of the batch: no copy of the states in between."""
-    position, tokens = int(batch.positions[row]), int(batch.lengths[row])
+def _shared(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor in shared memory: a loader worker hands it over without a copy."""
+    return torch.empty(shape, dtype=dtype).share_memory_()
+
+
+def token_bytes(samples: SampleSet) -> int:
+    """Bytes of one token of a batch."""
+    return (samples.spec.num_layers + 1) * samples.spec.hidden_size * 2 + 8 + 8 + 1
+
+
+def _fill(batch: CacheBatch, document: int, reader: Any, position: int) -> None:
+    """Decode a sample straight into its place of the batch: no copy of the states in between."""
+    row, start, tokens = (int(values[document]) for values in (batch.rows, batch.starts, batch.lengths))
+    columns = slice(start, start + tokens)
     stored = reader.fetch(position)
-    batch.input_ids[row, :tokens] = torch.from_numpy(stored.input_ids[:tokens].astype(np.int64))
-    batch.loss_mask[row, :tokens] = torch.from_numpy(stored.loss_mask[:tokens])
-    batch.documents[row, :tokens] = row
-    batch.hidden_states[row, tokens:] = 0  # the rest of this large tensor is written once, by the decoder
-    hidden = batch.hidden_states[row, :tokens].view(torch.uint16).numpy()
-    last = batch.last_hidden_state[row, :tokens].view(torch.uint16).numpy()
+    batch.input_ids[row, columns] = torch.from_numpy(stored.input_ids[:tokens].astype(np.int64))
+    batch.loss_mask[row, columns] = torch.from_numpy(reader.loss_mask(position)[:tokens])
+    batch.documents[row, columns] = document
+    hidden = batch.hidden_states[row, columns].view(torch.uint16).numpy()
+    last = batch.last_hidden_state[row, columns].view(torch.uint16).numpy()
+    last[...] = 0
     layered = hidden.reshape(tokens, reader.spec.num_layers, reader.spec.hidden_size).transpose(1, 0, 2)
     reader.decode_into(position, stored, layered, last)
 
 
+class StreamLoader:
+    """Iterates over a stream in this process (0 workers) or in loader processes, and keeps the stream's state.
+
+    Ready batches are bounded twice: `prefetch` of them per worker, and `prefetch_bytes` of all workers together, the
+    batch in use included (one batch is always allowed).
+    """
+
+    def __init__(
+        self,
+        stream: TargetCacheStream,
+        *,
+        num_workers: int,
+        prefetch: int,
+        prefetch_bytes: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.stream = stream
+        self._num_workers, self._prefetch, self._pin_memory = num_workers, prefetch, pin_memory
+        self._prefetch_bytes = prefetch_bytes
+
+    def state_dict(self) -> dict[str, int]:
+        """The stream's state: of the optimizer step after the last one that was handed out whole."""
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there; for the next iteration."""
+        self.stream.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[CacheBatch]:
+        stream = self.stream
+        gate = PrefetchGate(self._prefetch_bytes) if self._num_workers and self._prefetch_bytes else None
+        stream.gate = gate
+        loader: DataLoader[CacheBatch] = DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch if self._num_workers else None,
+            pin_memory=self._pin_memory,
+        )
+        batches = iter(loader)
+        try:
+            while True:
+                if gate is not None:
+                    gate.released()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                if batch.micro_index + 1 == batch.micro_batches:
+                    stream.next_step = batch.step + 1
+                yield batch
+        finally:
+            stream.gate = None
+            if gate is not None:
+                gate.close()
+
+
 def make_loader(
-    stream: TargetCacheStream, *, num_workers: int, prefetch: int, pin_memory: bool = False
-) -> DataLoader[CacheBatch]:
-    """A loader that keeps `prefetch` micro-batches ready per worker process; 0 workers reads in this process."""
-    return DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=num_workers,
-        prefetch_factor=prefetch if num_workers else None,
-        pin_memory=pin_memory,
+    stream: TargetCacheStream,
+    *,
+    num_workers: int,
+    prefetch: int,
+    prefetch_bytes: int | None = None,
+    pin_memory: bool = False,
+) -> StreamLoader:
+    """A loader that keeps up to `prefetch` micro-batches ready per worker process; 0 workers reads in this process."""
+    return StreamLoader(
+        stream, num_workers=num_workers, prefetch=prefetch, prefetch_bytes=prefetch_bytes, pin_memory=pin_memory
     )

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 
 from cache_store import codec, index
 from cache_store.calibration import digest_of, field_codecs, load_calibration
@@ -18,6 +19,7 @@ from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFo
 from cache_store.identity import fingerprint
 from cache_store.ledger import Ledger, summaries
 from cache_store.manifest import MANIFEST, Manifest, ShardSummary
+from cache_store.masks import apply_masks
 from cache_store.schema import TargetSample
 from cache_store.shard import ShardLayout, StoredSample, checksum, needed_positions
 from cache_store.storage import Storage
@@ -32,25 +34,32 @@ class CacheReader:
     """Samples of a sealed cache, in the order of their ids; safe to use from several threads.
 
     verify: check a sample's checksum and that its states are finite `always`, the `first` time that this reader
-    reads it, or `never`. allow_unsealed: read the shards committed so far of a build in progress.
+    reads it, or `never`. allow_unsealed: read the shards committed so far of a build in progress. masks: the loss
+    masks as `stored`, or others (`masks.py`).
     Raises NotFound (no cache here), CacheIncomplete (not sealed), CacheMismatch, ShardCorrupt (damaged index).
     """
 
-    def __init__(self, storage: Storage, *, verify: Verify = "first", allow_unsealed: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, *, verify: Verify = "first", allow_unsealed: bool = False, masks: str = "stored"
+    ) -> None:
         if verify not in ("always", "first", "never"):
             raise CacheError(f"verify is {verify!r}, wanted always, first or never")
-        self.storage, self.verify = storage, verify
+        self.storage, self.verify, self.masks = storage, verify, masks
         self.spec = load_spec(storage)
         calibration = load_calibration(storage, self.spec)
         self.codecs = field_codecs(self.spec, calibration)
         self._calibration = digest_of(self.spec, calibration)
         self.manifest: Manifest | None = None
         self.shards: tuple[ShardSummary, ...]
+        self.index: pa.Table
         self._open_index(allow_unsealed)
+        self.index = apply_masks(self.index, masks, self.spec, storage)
         self.tokens: np.ndarray = index.column(self.index, "tokens").astype(np.int64)
         self.supervised_tokens: np.ndarray = index.column(self.index, "supervised").astype(np.int64)
         names = ("shard", "row", "offset", "length", "checksum")
         self._where = {name: index.column(self.index, name) for name in names}
+        self.lengths: np.ndarray = self._where["length"]
+        """int64 [n]: stored bytes of every sample."""
         self._checked = np.zeros(len(self.tokens), dtype=bool)
         self._ids: list[str] | None = None
         self._positions: dict[str, int] | None = None
@@ -139,7 +148,7 @@ class CacheReader:
         return TargetSample(
             sample_id=stored.sample_id,
             input_ids=stored.input_ids,
-            loss_mask=stored.loss_mask,
+            loss_mask=stored.loss_mask if self.masks == "stored" else self.loss_mask(position),
             hidden_states=hidden,
             last_hidden_state=last,
             metadata=stored.metadata,

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache_store import bucket as bucket_module
 from cache_store import storage as storage_module
 from cache_store.audit import verify_cache
 from cache_store.dataset import StreamConfig, TargetCacheStream, make_loader
 from cache_store.errors import CacheMismatch, NotFound, StorageError
 from cache_store.ledger import Ledger, Reject, seal
+from cache_store.mixture import Source
 from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 from cache_store.writer import create_cache
@@ -67,14 +69,14 @@ def test_wrong_bucket_is_refused_in_one_line(s3_server: S3Server) -> None:
 
 def test_wrong_secret_is_refused_in_one_line(bucket: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-    storage_module.fsspec.get_filesystem_class("s3").clear_instance_cache()
+    bucket_module.fsspec.get_filesystem_class("s3").clear_instance_cache()
     fresh = pickle.loads(pickle.dumps(bucket))
     try:
         with pytest.raises(StorageError, match="check credentials") as caught:
             fresh.check_writable()
         assert "\n" not in str(caught.value)
     finally:
-        storage_module.fsspec.get_filesystem_class("s3").clear_instance_cache()
+        bucket_module.fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def test_missing_endpoint_is_refused_soon(s3_server: S3Server) -> None:
@@ -105,6 +107,6 @@ def test_loader_workers_read_a_bucket(bucket: Storage) -> None:
     config = StreamConfig(seed=3, global_batch_size=4, micro_batch_size=2, max_length=64, num_steps=3)
     orders = []
     for workers in (0, 2):  # the client of this process is already open when the loader forks
-        loader = make_loader(TargetCacheStream(bucket, config), num_workers=workers, prefetch=2)
+        loader = make_loader(TargetCacheStream([Source(storage=bucket)], config), num_workers=workers, prefetch=2)
         orders.append([(batch.step, batch.sample_ids, batch.hidden_states.float().sum().item()) for batch in loader])
     assert orders[0] == orders[1]
