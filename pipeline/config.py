@@ -133,6 +133,38 @@ class LossSection(Section):
     """w_k = exp(-(k-1)/decay_gamma)."""
 
 
+class MixedCache(Section):
+    """A further cache to train on, built from the same target with the same layers."""
+
+    url: str
+    endpoint_url: str | None = None
+    weight: float = Field(default=1.0, gt=0)
+    """How often each of its samples stands in an epoch: 2 twice; 0.5 in every second epoch."""
+    domains: tuple[str, ...] = ()
+    masks: str = "stored"
+
+
+class DataSection(Section):
+    """Which samples of the cache train, and how rows are made of them. All choices are pure functions of sample ids."""
+
+    held_out_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of conversations, chosen by a hash of their ids, that training never sees (of every cache)."""
+    sample_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the remaining conversations to train on; a smaller share is a subset of a larger one."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Leave longer samples out; null: they are cut to training.max_length."""
+    domains: tuple[str, ...] = ()
+    """Only these domains of cache.url; empty: all."""
+    masks: str = "stored"
+    """Supervised tokens of cache.url: stored, last_turn, first_turn, or a table made by cache_store.masks."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often each sample of cache.url stands in an epoch."""
+    mix: tuple[MixedCache, ...] = ()
+    """Further caches."""
+    pack: bool = False
+    """Fill rows of training.max_length tokens with several samples each, instead of padding every sample."""
+
+
 class TrainingSection(Section):
     """The recipe and the DeepSpeed workers."""
 
@@ -161,8 +193,12 @@ class TrainingSection(Section):
     checkpoint_every_steps: int = Field(default=200, gt=0)
     keep_checkpoints: int = Field(default=2, gt=0)
     log_every_steps: int = Field(default=10, gt=0)
+    data: DataSection = DataSection()
     loader_workers: int = Field(default=2, ge=0)
     prefetch_batches: int = Field(default=2, gt=0)
+    """Micro-batches that each loader process keeps ready."""
+    prefetch_mb: int = Field(default=2048, gt=0)
+    """Memory of all ready micro-batches of a training worker, the one in use included."""
     max_failures: int = Field(default=3, ge=0)
     """Times that Ray Train restarts dead workers from the last checkpoint."""
 
@@ -178,6 +214,13 @@ class EvaluationSection(Section):
     """The target's precision while it is measured; null: target.dtype. In float32 greedy equality must be exact."""
     max_new_tokens: int = Field(default=256, gt=0)
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """With top_k: cuts the distribution of temperatures above 0, the target's and the drafter's alike."""
+    top_k: int = Field(default=-1, ge=-1)
+    confidence_threshold: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Verify the drafts before the first whose confidence is below this; 0 verifies all, which calibration needs."""
+    batch_size: int = Field(default=8, gt=0)
+    """Requests that an actor decodes at a time; finished ones make room for waiting ones."""
     compare_untrained: bool = True
     """Measure the same drafter before training beside the trained one."""
     target_prompts_per_domain: int | None = Field(default=None, gt=0)

@@ -40,8 +40,6 @@ class EngineConfig:
     """bf16 (float32 masters and moments) or fp32."""
     zero_stage: int
     micro_batch_size: int
-    micro_batches: int
-    """Micro-batches per optimizer step on every rank."""
     gradient_clip: float
     weight_decay: float
 
@@ -55,7 +53,7 @@ def deepspeed_config(config: EngineConfig) -> dict[str, Any]:
     accumulate = "bf16" if bf16 and config.zero_stage == 0 else "fp32"
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
-        "gradient_accumulation_steps": config.micro_batches,
+        "gradient_accumulation_steps": 1,  # each step names its own last micro-batch
         "gradient_clipping": config.gradient_clip,
         # An update with a non-finite gradient is never applied; the loop stops the run.
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
@@ -115,13 +113,14 @@ class TrainEngine:
         with torch.no_grad():
             return self._loss(self.drafter, inputs)
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients; the last micro-batch of a step also reduces them over the ranks.
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate gradients; the `last` micro-batch of a step also reduces them over the ranks.
 
-        DeepSpeed divides by the number of micro-batches and of ranks.
+        DeepSpeed divides by the number of ranks.
         """
+        self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
-        if not self._engine.is_gradient_accumulation_boundary():
+        if not last:
             self._engine.step()  # only counts the micro-batch
 
     def step(self, lr: float) -> float:
@@ -203,9 +202,8 @@ class TrainEngine:
         DeepSpeed makes AdamW's state (and the links to it that restoring needs) only in the first step, and its
         ZeRO 0 wrapper counts an update of its own, which would shift the bias correction by one.
         """
-        for _ in range(self._config.micro_batches):
-            zero = sum(p.reshape(-1)[:0].sum().float() for p in self._parameters.values())
-            self.backward(cast(Tensor, zero))
+        zero = sum(p.reshape(-1)[:0].sum().float() for p in self._parameters.values())
+        self.backward(cast(Tensor, zero), last=True)
         self.step(lr=0.0)
         self._set_adam_step(0)
 

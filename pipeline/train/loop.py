@@ -1,7 +1,7 @@
 """The optimizer-step loop: batches in, updates out. It knows neither Ray nor DeepSpeed, only what it is handed.
 
 Per step every rank runs the same number of micro-batches. The loss handed to the engine is
-local Σw·loss · ranks · micro-batches / global Σw, so after the engine's own averaging the gradient is exactly that of
+local Σw·loss · ranks / global Σw, so after the engine's own averaging the gradient is exactly that of
 (global weighted sum / global weight), whatever the split (design.md §5.5).
 """
 
@@ -32,8 +32,8 @@ class Engine(Protocol):
     def forward(self, inputs: DrafterInputs) -> LossOutput:
         """Objective of a micro-batch."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients."""
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate gradients; `last` of the step."""
 
     def step(self, lr: float) -> float:
         """Update; returns the global gradient norm."""
@@ -53,7 +53,6 @@ class LoopConfig:
     """Steps done by earlier runs."""
     start_skipped: int
     """Steps skipped by earlier runs."""
-    micro_batches: int
     samples_per_epoch: int
     global_batch_size: int
     checkpoint_every: int
@@ -153,7 +152,7 @@ class TrainingLoop:
         plan = self._parts.plan(step)
         (weight,) = self._parts.sum_over_ranks([plan.weight])
         failure, sample_ids = None, []
-        for _ in range(self._config.micro_batches):
+        for _ in range(plan.micro_batches):
             batch = self._next_batch(step)
             if weight == 0.0:
                 continue
@@ -190,7 +189,7 @@ class TrainingLoop:
         if not math.isfinite(float(output.total.detach())):
             failure = describe_loss(batch, inputs, output, engine.evaluate)
         # Also after a failure: the other ranks wait in this step's collectives.
-        engine.backward(output.total * (config.world_size * config.micro_batches / weight))
+        engine.backward(output.total * (config.world_size / weight), last=batch.micro_index + 1 == plan.micro_batches)
         return failure
 
     def _log(self, done: int) -> None:

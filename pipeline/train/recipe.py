@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from cache_store.identity import fingerprint
+from cache_store.mixture import SampleSet, Source, describe
 from cache_store.reader import CacheReader
 from cache_store.schema import CacheSpec
-from cache_store.storage import Storage, open_storage
+from cache_store.selection import Selection, Split
+from cache_store.storage import open_storage
 from model.config import DrafterConfig, DrafterShape
 from model.errors import ModelError
 from model.losses import LossConfig
-from pipeline.config import Config, TrainingSection
+from pipeline.config import Config, MixedCache, TrainingSection
 from pipeline.engines.hf import (
     indispensable_tokens,
     resolve_mask_token,
@@ -50,11 +51,16 @@ class TrainingJob:
     """Everything a worker needs; paths are absolute, and it travels to other processes."""
 
     config: Config
-    storage: Storage
+    sources: tuple[Source, ...]
+    """Caches to train on, what is taken of each, and how often."""
     drafter: DrafterConfig
     loss: LossConfig
     cache: CacheSpec
+    """Settings of the first cache."""
     num_samples: int
+    """Samples of an epoch."""
+    data: tuple[str, ...]
+    """Where the samples of each cache went, one line per cache."""
     total_steps: int
     recipe: dict[str, Any]
     """Flat: field -> value; a checkpoint of another recipe is refused."""
@@ -93,14 +99,12 @@ def prepare_job(config: Config) -> TrainingJob:
 
     Raises ConfigError when the config, target and cache disagree, and CacheError when the cache cannot be used.
     """
-    storage = open_storage(config.cache.url, endpoint_url=config.cache.endpoint_url)
-    reader = CacheReader(storage, verify=config.cache.verify)
-    if len(reader) == 0:
-        raise ConfigError(f"cache.url {config.cache.url} holds no samples; see its rejects: cache_store inspect")
+    sources = training_sources(config)
+    samples = SampleSet(sources, verify=config.cache.verify)
     drafter = drafter_config(config)
-    check_cache(reader.spec, drafter, config.cache.url)
+    check_cache(samples.spec, drafter, config.cache.url)
     training = config.training
-    draft_vocab = _draft_vocab(config, drafter, reader)
+    draft_vocab = _draft_vocab(config, drafter, samples.readers[0])
     absolute = config.model_copy(
         update={
             "target": worker_section(config.target),
@@ -109,13 +113,14 @@ def prepare_job(config: Config) -> TrainingJob:
     )
     return TrainingJob(
         config=absolute,
-        storage=storage,
+        sources=sources,
         drafter=drafter,
         loss=LossConfig(**training.loss.model_dump(), rows_per_chunk=training.loss_rows_per_chunk),
-        cache=reader.spec,
-        num_samples=len(reader),
-        total_steps=total_steps(len(reader), training.epochs, training.global_batch_size),
-        recipe=recipe_of(training, drafter, reader)
+        cache=samples.spec,
+        num_samples=len(samples),
+        data=tuple(map(describe, samples.reports)),
+        total_steps=total_steps(len(samples), training.epochs, training.global_batch_size),
+        recipe=recipe_of(training, drafter, samples)
         | ({"drafter.draft_vocab": draft_vocab.digest} if draft_vocab else {}),
         draft_vocab=draft_vocab,
     )
@@ -132,6 +137,29 @@ def _draft_vocab(config: Config, drafter: DrafterConfig, reader: CacheReader) ->
         vocab_size=drafter.vocab_size,
         always=indispensable_tokens(tokenizer, stop_token_ids(folder, tokenizer)),
         output=Path(config.training.output),
+    )
+
+
+def training_sources(config: Config, split: Split = "train") -> tuple[Source, ...]:
+    """The caches of `training.data`: their samples on one side of the split. `cache.url` comes first."""
+    data, cache = config.training.data, config.cache
+    main = MixedCache(
+        url=cache.url, endpoint_url=cache.endpoint_url, weight=data.weight, domains=data.domains, masks=data.masks
+    )
+    return tuple(
+        Source(
+            storage=open_storage(one.url, endpoint_url=one.endpoint_url),
+            selection=Selection(
+                split=split,
+                held_out_fraction=data.held_out_fraction,
+                sample_fraction=data.sample_fraction,
+                max_tokens=data.max_tokens,
+                domains=one.domains,
+            ),
+            weight=one.weight,
+            masks=one.masks,
+        )
+        for one in (main, *data.mix)
     )
 
 
@@ -192,11 +220,10 @@ def check_cache(cache: CacheSpec, drafter: DrafterConfig, url: str) -> None:
         )
 
 
-def recipe_of(training: TrainingSection, drafter: DrafterConfig, reader: CacheReader) -> dict[str, Any]:
+def recipe_of(training: TrainingSection, drafter: DrafterConfig, samples: SampleSet) -> dict[str, Any]:
     """What must stay the same within a run, as flat JSON."""
     values = training.model_dump(mode="json")
     recipe = {f"training.{name}": values[name] for name in _KEPT}
     recipe |= {f"training.loss.{name}": value for name, value in values["loss"].items()}
     recipe |= {f"drafter.{name}": value for name, value in drafter.to_dict().items()}
-    ids = hashlib.sha256("\n".join(reader.ids).encode()).hexdigest()
-    return recipe | {"cache.fingerprint": fingerprint(reader.spec), "cache.samples": len(reader), "cache.ids": ids}
+    return recipe | samples.identity()

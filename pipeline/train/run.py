@@ -96,7 +96,8 @@ def describe(job: TrainingJob) -> str:
     return "\n".join(
         [
             f"train       {job.total_steps} steps of {training.global_batch_size} samples: {training.epochs:g} epochs "
-            f"of {job.num_samples} samples in {job.config.cache.url}",
+            f"of {job.num_samples} samples",
+            *(f"data        {line}" for line in job.data),
             f"workers     {training.num_workers}, {training.precision}, ZeRO {training.zero_stage}, "
             f"{training.gpus_per_worker:g} GPUs each",
             f"drafter     {job.drafter.num_draft_layers} layers, hidden {job.drafter.hidden_size}, block "

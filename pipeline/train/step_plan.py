@@ -5,26 +5,30 @@ Both follow from the cache's index alone, so the step's global denominator Σw c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from cache_store.order import rank_slice, step_samples
+from cache_store.packing import StreamConfig, share_of_step
 from model.anchors import block_weight_sum, draw_anchors
 from model.config import DrafterConfig
 
 
+class Samples(Protocol):
+    """What the planner needs of cache_store.mixture.SampleSet."""
+
+    def __len__(self) -> int: ...
+    def tokens(self, epochs: np.ndarray, positions: np.ndarray) -> np.ndarray: ...
+    def loss_mask(self, epoch: int, position: int) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnchorRecipe:
-    """Everything that the anchors of a step depend on, besides the loss masks."""
+    """What the anchors of a step depend on, besides its samples and their loss masks."""
 
     drafter: DrafterConfig
-    seed: int
-    num_samples: int
-    global_batch_size: int
     num_anchors: int
-    max_length: int
     decay_gamma: float
 
 
@@ -36,26 +40,25 @@ class StepPlan:
     """(epoch, position) of a sample -> its anchors, int64, ascending."""
     weight: float
     """Σw over this rank's slots."""
+    micro_batches: int
+    """Micro-batches of the step, the same on every rank."""
 
 
 class StepPlanner:
-    """Plans of one rank. `loss_mask(position)` gives bool [T] of a sample."""
+    """Plans of the rank that `stream` describes."""
 
-    def __init__(
-        self, loss_mask: Callable[[int], np.ndarray], recipe: AnchorRecipe, *, rank: int, world_size: int
-    ) -> None:
-        self._loss_mask, self._recipe = loss_mask, recipe
-        self._slice = rank_slice(recipe.global_batch_size, rank, world_size)
+    def __init__(self, samples: Samples, stream: StreamConfig, recipe: AnchorRecipe) -> None:
+        self._samples, self._stream, self._recipe = samples, stream, recipe
 
     def plan(self, step: int) -> StepPlan:
         """The rank's samples of a step, their anchors and the weight of all their slots."""
-        recipe = self._recipe
-        epochs, positions = step_samples(recipe.seed, recipe.num_samples, recipe.global_batch_size, step)
+        recipe, stream = self._recipe, self._stream
+        share = share_of_step(stream, len(self._samples), self._samples.tokens, step)
         anchors, weight = {}, 0.0
-        for place in self._slice:
-            epoch, position = int(epochs[place]), int(positions[place])
-            mask = self._loss_mask(position)[: recipe.max_length]
-            drawn = draw_anchors(mask, recipe.num_anchors, seed=recipe.seed, epoch=epoch, position=position)
+        for place in share.places:
+            epoch, position = int(share.epochs[place]), int(share.positions[place])
+            mask = self._samples.loss_mask(epoch, position)[: stream.max_length]
+            drawn = draw_anchors(mask, recipe.num_anchors, seed=stream.seed, epoch=epoch, position=position)
             anchors[epoch, position] = drawn
             weight += block_weight_sum(mask, drawn, recipe.drafter, recipe.decay_gamma)
-        return StepPlan(anchors, weight)
+        return StepPlan(anchors, weight, share.micro_batches)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from cache_store.dataset import CacheBatch, StreamConfig, TargetCacheStream, make_loader
-from cache_store.reader import CacheReader
+from cache_store.dataset import CacheBatch, TargetCacheStream, make_loader
+from cache_store.mixture import SampleSet
+from cache_store.packing import StreamConfig
 from model.drafter import DSparkDrafter
 from model.export import save_drafter
 from model.losses import DrafterInputs, LossConfig, LossOutput, dspark_loss
@@ -85,12 +86,11 @@ def run_rank(job: TrainingJob) -> LoopResult:
     from pipeline.train.engine import TrainEngine  # imports deepspeed
 
     training = job.training
-    stream = _stream_config(job, dist.get_rank(), dist.get_world_size(), start_step=0)
     drafter = DSparkDrafter(job.drafter).init_weights(training.seed)
     heads = load_target_heads(
         resolve_target(job.config.target), dtype=DTYPES[training.precision], draft_ids=job.draft_ids
     )
-    engine = TrainEngine(drafter, functools.partial(_loss, heads, job.loss), _engine_config(job, stream.micro_batches))
+    engine = TrainEngine(drafter, functools.partial(_loss, heads, job.loss), _engine_config(job))
     heads.to(engine.device)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), engine.device)
     initial = engine.checksums()
@@ -109,7 +109,7 @@ def _loss(heads: TargetHeads, config: LossConfig, drafter: DSparkDrafter, inputs
     return dspark_loss(drafter, heads, inputs, config)
 
 
-def _engine_config(job: TrainingJob, micro_batches: int) -> EngineConfig:
+def _engine_config(job: TrainingJob) -> EngineConfig:
     from pipeline.train.engine import EngineConfig
 
     training = job.training
@@ -117,7 +117,6 @@ def _engine_config(job: TrainingJob, micro_batches: int) -> EngineConfig:
         precision=training.precision,
         zero_stage=training.zero_stage,
         micro_batch_size=training.micro_batch_size,
-        micro_batches=micro_batches,
         gradient_clip=training.gradient_clip,
         weight_decay=training.weight_decay,
     )
@@ -130,6 +129,7 @@ def _stream_config(job: TrainingJob, rank: int, world_size: int, *, start_step: 
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
         max_length=training.max_length,
+        pack_tokens=training.max_length if training.data.pack else None,
         rank=rank,
         world_size=world_size,
         start_step=start_step,
@@ -206,7 +206,6 @@ def _loop(job: TrainingJob, engine: TrainEngine, ranks: Ranks, state: Checkpoint
         total_steps=job.total_steps,
         start_step=state.step,
         start_skipped=state.skipped,
-        micro_batches=stream.micro_batches,
         samples_per_epoch=job.num_samples,
         global_batch_size=training.global_batch_size,
         checkpoint_every=training.checkpoint_every_steps,
@@ -223,7 +222,7 @@ def _loop(job: TrainingJob, engine: TrainEngine, ranks: Ranks, state: Checkpoint
     parts = LoopParts(
         engine=engine,
         batches=_batches(job, stream, ranks),
-        plan=_planner(job, ranks).plan,
+        plan=_planner(job, stream).plan,
         sum_over_ranks=ranks.total,
         lr_at=functools.partial(lr_at, total=job.total_steps, peak=training.lr, warmup_ratio=training.warmup_ratio),
         save=saver.save,
@@ -239,27 +238,18 @@ def _loop(job: TrainingJob, engine: TrainEngine, ranks: Ranks, state: Checkpoint
 def _batches(job: TrainingJob, config: StreamConfig, ranks: Ranks) -> Iterator[CacheBatch]:
     training = job.training
     loader = make_loader(
-        TargetCacheStream(job.storage, config, verify=job.config.cache.verify),
+        TargetCacheStream(job.sources, config, verify=job.config.cache.verify),
         num_workers=training.loader_workers,
         prefetch=training.prefetch_batches,
+        prefetch_bytes=training.prefetch_mb << 20,
         pin_memory=ranks.device.type == "cuda",
     )
     return iter(loader)
 
 
-def _planner(job: TrainingJob, ranks: Ranks) -> StepPlanner:
-    training = job.training
-    recipe = AnchorRecipe(
-        drafter=job.drafter,
-        seed=training.seed,
-        num_samples=job.num_samples,
-        global_batch_size=training.global_batch_size,
-        num_anchors=training.num_anchors,
-        max_length=training.max_length,
-        decay_gamma=job.loss.decay_gamma,
-    )
-    masks = CacheReader(job.storage, verify="never").loss_mask  # the index alone
-    return StepPlanner(masks, recipe, rank=ranks.rank, world_size=ranks.world_size)
+def _planner(job: TrainingJob, stream: StreamConfig) -> StepPlanner:
+    recipe = AnchorRecipe(drafter=job.drafter, num_anchors=job.training.num_anchors, decay_gamma=job.loss.decay_gamma)
+    return StepPlanner(SampleSet(job.sources, verify="never"), stream, recipe)  # the index alone
 
 
 def _finish(job: TrainingJob, result: LoopResult, failures: list[str]) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache_store.dataset import StreamConfig, TargetCacheStream
+from cache_store.dataset import TargetCacheStream
+from cache_store.mixture import SampleSet
 from cache_store.order import rank_slice, step_samples
-from cache_store.storage import open_storage
+from cache_store.packing import StreamConfig
 from model.anchors import build_blocks
 from model.drafter import DSparkDrafter
 from model.losses import DrafterInputs, reference_loss
@@ -39,18 +40,9 @@ def expected_gradient(config: Config) -> dict[str, torch.Tensor]:
     stream = StreamConfig(
         seed=42, global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH, max_length=24, num_steps=1
     )
-    (batch,) = TargetCacheStream(open_storage(config.cache.url), stream)
-    recipe = AnchorRecipe(
-        drafter=job.drafter,
-        seed=42,
-        num_samples=job.num_samples,
-        global_batch_size=GLOBAL_BATCH,
-        num_anchors=5,
-        max_length=24,
-        decay_gamma=4.0,
-    )
-    masks = {position: batch.loss_mask[row].numpy() for row, position in enumerate(batch.positions.tolist())}
-    plan = StepPlanner(masks.__getitem__, recipe, rank=0, world_size=1).plan(0)
+    (batch,) = TargetCacheStream(job.sources, stream)
+    recipe = AnchorRecipe(drafter=job.drafter, num_anchors=5, decay_gamma=4.0)
+    plan = StepPlanner(SampleSet(job.sources), stream, recipe).plan(0)
     anchors = [plan.anchors[key] for key in zip(batch.epochs.tolist(), batch.positions.tolist(), strict=True)]
     blocks = build_blocks(batch.input_ids, batch.loss_mask, anchors, job.drafter, 4.0)
     drafter = DSparkDrafter(job.drafter).init_weights(42)
@@ -138,13 +130,11 @@ def test_exported_drafter_is_the_rounded_master(runs: dict[str, Config]) -> None
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, "bf16"), (1, "fp32"), (2, "fp32")])
 def test_deepspeed_config_accumulates_in_float32_under_zero(stage: int, accumulate: str) -> None:
     config = deepspeed_config(
-        EngineConfig(
-            precision="bf16", zero_stage=stage, micro_batch_size=2, micro_batches=3, gradient_clip=1.0, weight_decay=0.0
-        )
+        EngineConfig(precision="bf16", zero_stage=stage, micro_batch_size=2, gradient_clip=1.0, weight_decay=0.0)
     )
     assert config["data_types"]["grad_accum_dtype"] == accumulate
     assert config["communication_data_type"] == "fp32"
-    assert config["gradient_accumulation_steps"] == 3
+    assert config["gradient_accumulation_steps"] == 1, "the loop names the last micro-batch of a step"
 
 
 def test_checksum_sees_one_changed_bit() -> None:

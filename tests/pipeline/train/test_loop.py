@@ -42,7 +42,6 @@ CONFIG = LoopConfig(
     total_steps=6,
     start_step=0,
     start_skipped=0,
-    micro_batches=2,
     samples_per_epoch=8,
     global_batch_size=4,
     checkpoint_every=4,
@@ -61,6 +60,7 @@ class FakeEngine:
         self.bad_position, self.bad_norm_at = bad_position, bad_norm_at
         self.losses: list[float] = []
         self.rates: list[float] = []
+        self.boundaries: list[bool] = []
         self.seen_silent = 0
 
     def forward(self, inputs: DrafterInputs) -> LossOutput:
@@ -78,15 +78,16 @@ class FakeEngine:
 
     evaluate = forward
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, last: bool) -> None:
         self.losses.append(float(loss.detach()))
+        self.boundaries.append(last)
 
     def step(self, lr: float) -> float:
         self.rates.append(lr)
         return float("inf") if len(self.rates) - 1 == self.bad_norm_at else 1.5
 
 
-def batch_at(step: int, micro: int, size: int = 2) -> CacheBatch:
+def batch_at(step: int, micro: int, size: int = 2, micro_batches: int = 2) -> CacheBatch:
     """Samples whose states are filled with their own position + 1."""
     positions = torch.arange(size) + 10 * step + 2 * micro
     mask = torch.zeros(size, 6, dtype=torch.bool)
@@ -95,7 +96,7 @@ def batch_at(step: int, micro: int, size: int = 2) -> CacheBatch:
     return CacheBatch(
         step=step,
         micro_index=micro,
-        micro_batches=CONFIG.micro_batches,
+        micro_batches=micro_batches,
         sample_ids=[f"s{position}" for position in positions.tolist()],
         epochs=torch.zeros(size, dtype=torch.int64),
         positions=positions,
@@ -111,13 +112,15 @@ def batch_at(step: int, micro: int, size: int = 2) -> CacheBatch:
 
 
 class Rig:
-    """A loop over fakes; `weightless`: steps without any supervised slot; `other_ranks_fail_at`: a step."""
+    """A loop over fakes; `weightless`: steps without any supervised slot; `other_ranks_fail_at`: a step; `counts`:
+    micro-batches of a step, where not 2."""
 
     def __init__(self, config: LoopConfig = CONFIG, engine: FakeEngine | None = None, **settings: Any) -> None:
         self.config, self.engine = config, engine or FakeEngine()
         self.weightless: set[int] = settings.get("weightless", set())
         self.silent: set[int] = settings.get("silent", set())
         self.other_ranks_fail_at: int | None = settings.get("other_ranks_fail_at")
+        self.counts: dict[int, int] = settings.get("counts", {})
         self.saved: list[tuple[int, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.read: list[tuple[int, int]] = []
@@ -125,15 +128,19 @@ class Rig:
 
     def batches(self) -> Iterator[CacheBatch]:
         for step in range(self.config.start_step, self.config.total_steps):
-            for micro in range(self.config.micro_batches):
+            for micro in range(self.micro_batches(step)):
                 self.read.append((step, micro))
-                yield batch_at(step, micro)
+                yield batch_at(step, micro, micro_batches=self.micro_batches(step))
+
+    def micro_batches(self, step: int) -> int:
+        return self.counts.get(step, 2)
 
     def plan(self, step: int) -> StepPlan:
         self.step = step
         drawn = ANCHORS[:0] if step in self.silent | self.weightless else ANCHORS
-        keys = [(0, int(p)) for micro in range(2) for p in batch_at(step, micro).positions]
-        return StepPlan(dict.fromkeys(keys, drawn), 0.0 if step in self.weightless else 5.0)
+        count = self.micro_batches(step)
+        keys = [(0, int(p)) for micro in range(count) for p in batch_at(step, micro).positions]
+        return StepPlan(dict.fromkeys(keys, drawn), 0.0 if step in self.weightless else 5.0, count)
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Three ranks, all alike."""
@@ -159,7 +166,17 @@ def test_loss_is_scaled_to_the_global_weight() -> None:
     rig.run()
     # Two samples, two anchors each; the block at 3 has two labels, the one at 2 too: weight 1 + exp(-1/4) a block.
     local = 4 * (1 + np.exp(-0.25))
-    assert rig.engine.losses == pytest.approx([local * 3 * 2 / 15.0] * 12)
+    assert rig.engine.losses == pytest.approx([local * 3 / 15.0] * 12)
+    assert rig.engine.boundaries == [False, True] * 6
+
+
+def test_steps_may_have_different_numbers_of_micro_batches() -> None:
+    rig = Rig(counts={0: 1, 3: 4})
+    rig.run()
+    counts = [1, 2, 2, 4, 2, 2]
+    assert rig.engine.boundaries == [micro + 1 == count for count in counts for micro in range(count)]
+    assert len(rig.engine.rates) == 6
+    assert rig.read == [(step, micro) for step, count in enumerate(counts) for micro in range(count)]
 
 
 def test_schedule_of_updates_logs_and_checkpoints() -> None:

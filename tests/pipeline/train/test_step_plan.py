@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_store.packing import StreamConfig
 from model.anchors import legal_anchors
 from pipeline.train.step_plan import AnchorRecipe, StepPlanner
 from tests.pipeline.train.rig import answer_mask
@@ -13,21 +16,37 @@ from tests.pipeline.train.test_loop import DRAFTER
 MASKS = [answer_mask(6 + 3 * i, 2 + i % 3) for i in range(11)] + [answer_mask(5, 4)]
 RECIPE = AnchorRecipe(
     drafter=DRAFTER,
-    seed=7,
-    num_samples=len(MASKS),
-    global_batch_size=5,
     num_anchors=4,
-    max_length=20,
     decay_gamma=4.0,
 )
 
 
-@given(step=st.integers(0, 30), world_size=st.integers(1, 8))
-def test_anchors_and_total_weight_do_not_depend_on_the_ranks(step: int, world_size: int) -> None:
-    whole = StepPlanner(MASKS.__getitem__, RECIPE, rank=0, world_size=1).plan(step)
-    parts = [
-        StepPlanner(MASKS.__getitem__, RECIPE, rank=r, world_size=world_size).plan(step) for r in range(world_size)
-    ]
+class Masks:
+    """Samples that are masks alone."""
+
+    def __init__(self, masks: list[np.ndarray]) -> None:
+        self._masks = masks
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def tokens(self, epochs: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return np.array([len(self._masks[position]) for position in positions])
+
+    def loss_mask(self, epoch: int, position: int) -> np.ndarray:
+        return self._masks[position]
+
+
+def planner(masks: list[np.ndarray] = MASKS, **changes: Any) -> StepPlanner:
+    settings = {"seed": 7, "global_batch_size": 5, "micro_batch_size": 2, "max_length": 20, "num_steps": 99}
+    return StepPlanner(Masks(masks), StreamConfig(**{**settings, **changes}), RECIPE)
+
+
+@given(step=st.integers(0, 30), world_size=st.integers(1, 8), budget=st.none() | st.integers(20, 60))
+def test_anchors_and_total_weight_do_not_depend_on_the_ranks(step: int, world_size: int, budget: int | None) -> None:
+    whole = planner().plan(step)
+    parts = [planner(rank=rank, world_size=world_size, pack_tokens=budget).plan(step) for rank in range(world_size)]
+    assert len({part.micro_batches for part in parts}) == 1
     merged = {key: anchors for part in parts for key, anchors in part.anchors.items()}
     assert merged.keys() == whole.anchors.keys()
     assert all(np.array_equal(merged[key], whole.anchors[key]) for key in merged)
@@ -35,14 +54,12 @@ def test_anchors_and_total_weight_do_not_depend_on_the_ranks(step: int, world_si
 
 
 def test_anchors_respect_the_cut_and_the_budget() -> None:
-    planner = StepPlanner(MASKS.__getitem__, RECIPE, rank=0, world_size=1)
     for step in range(20):
-        for (_, position), anchors in planner.plan(step).anchors.items():
+        for (_, position), anchors in planner().plan(step).anchors.items():
             legal = legal_anchors(MASKS[position][:20])
             assert len(anchors) == min(4, len(legal))
             assert np.isin(anchors, legal).all()
 
 
 def test_sample_without_legal_anchor_weighs_nothing() -> None:
-    planner = StepPlanner(lambda position: answer_mask(5, 4), RECIPE, rank=0, world_size=1)
-    assert planner.plan(0).weight == 0.0
+    assert planner([answer_mask(5, 4)] * 12).plan(0).weight == 0.0
