@@ -58,6 +58,17 @@ def ray_session(section: ClusterSection) -> Iterator[None]:
         ray.shutdown()
 
 
+@contextmanager
+def quiet_start() -> Iterator[None]:
+    """Around library calls that connect to Ray once more: they reset Ray's log level and announce themselves."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        _silence()
+
+
 def _silence() -> None:
     import ray.data
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster import has_accelerators
+from pipeline.cluster import has_accelerators, quiet_start
 from pipeline.config import Config, GenerationSection, TargetSection
 from pipeline.errors import ConfigError
 
@@ -62,11 +62,12 @@ def make_engine(
         detokenize_stage=False,
     )
     sampling = _sampling(config, stop_ids, greedy)
-    return build_processor(
-        processor_config,
-        preprocess=lambda row: {"sampling_params": _row_sampling(sampling, row)},
-        postprocess=_answer,
-    )
+    with quiet_start():
+        return build_processor(
+            processor_config,
+            preprocess=lambda row: {"sampling_params": _row_sampling(sampling, row)},
+            postprocess=_answer,
+        )
 
 
 def _engine_kwargs(config: Config, target: TargetSection) -> dict[str, Any]:
