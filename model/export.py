@@ -1,7 +1,9 @@
-"""Save and load drafters in the layout of the released DSpark checkpoints: config.json + model.safetensors.
+"""Save and load drafters in the layouts of the released checkpoints: config.json + model.safetensors.
 
-vLLM (`method: dspark`) and SGLang load such a folder. The target's embedding and lm_head are absent by design: both
-engines take them from the target, and they are frozen here. Every flag that a loader could guess is written out.
+vLLM and SGLang load such a folder (serving.py says what each supports). The target's embedding and lm_head are absent
+by design: both engines take them from the target, and they are frozen here. Copies are written only where an engine
+needs them: the lm_head's rows of a reduced draft vocabulary, the scaled embedding of a Gemma target, or all of it on
+demand (`self_contained`).
 """
 
 from __future__ import annotations
@@ -17,133 +19,186 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.config import DrafterConfig, rope_theta_of
+from model.config import DrafterConfig
+from model.draft_vocab import from_offsets, to_offsets
 from model.drafter import DSparkDrafter
+from model.eagle3 import Eagle3Drafter
 from model.errors import CheckpointError, DrafterConfigError
+from model.layouts import ZERO_HEAD_RANK, config_from_json, config_json, needs_zero_head
+from model.target_heads import TargetHeads
 
-ARCHITECTURE = "Qwen3DSparkModel"
-_WEIGHTS = "model.safetensors"
-# Copies of the target's own matrices that released checkpoints carry; the target's are used instead.
-_TARGET_OWNED = frozenset({"embed_tokens.weight", "lm_head.weight"})
-# config.json key -> DrafterConfig field, where the two names differ or the value needs no translation.
-_FIELDS = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_draft_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
-    "target_layer_ids": "target_layer_ids",
-    "num_target_layers": "num_target_layers",
-    "block_size": "block_size",
-    "mask_token_id": "mask_token_id",
-    "markov_head_type": "markov_head_type",
-    "markov_rank": "markov_rank",
-    "enable_confidence_head": "enable_confidence_head",
-    "confidence_head_with_markov": "confidence_head_with_markov",
-    "sample_from_anchor": "sample_from_anchor",
-}
-# What the drafter is, whatever its configuration; a checkpoint that says otherwise would be run wrongly.
-_CONSTANTS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-}
+AnyDrafter = DSparkDrafter | Eagle3Drafter
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EMBEDDING, HEAD, MAPPING = "embed_tokens.weight", "lm_head.weight", "d2t"
+# Copies of the target's own matrices that a checkpoint may carry; the target's are used instead. t2d is d2t again.
+_TARGET_OWNED = frozenset({EMBEDDING, HEAD, "t2d"})
+_ZERO_HEAD = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
-def config_json(config: DrafterConfig, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a drafter: Hugging Face Qwen3 fields and DSpark's own, none left to a default."""
-    data = config.to_dict()
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        "dtype": str(dtype).removeprefix("torch."),
-        **_CONSTANTS,
-        "layer_types": list(config.layer_types),
-        # vLLM takes sliding layers for causal unless told otherwise.
-        **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, "is_causal": False}),
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        **{key: data[field] for key, field in _FIELDS.items()},
-    }
+def new_drafter(config: DrafterConfig) -> AnyDrafter:
+    """The class that a configuration names, its weights not initialised."""
+    return Eagle3Drafter(config) if config.kind == "eagle3" else DSparkDrafter(config)
 
 
-def config_from_json(data: Mapping[str, Any], *, source: str) -> DrafterConfig:
-    """The inverse. Raises CheckpointError naming `source` and every missing or contradicting field."""
-    missing = [key for key in _FIELDS if key not in data]
-    if missing:
-        raise CheckpointError(
-            f"{source}: no {', '.join(missing)}; wanted a DSpark checkpoint with every field explicit"
-        )
-    wrong = {key: data[key] for key, value in _CONSTANTS.items() if data.get(key, value) != value}
-    if data.get("architectures") != [ARCHITECTURE]:
-        wrong["architectures"] = data.get("architectures")
-    sliding = "sliding_attention" in (data.get("layer_types") or ())
-    if sliding and data.get("is_causal") is not False:
-        wrong["layer_types"] = f"{data['layer_types']} with is_causal {data.get('is_causal')}"
-    if wrong:
-        raise CheckpointError(
-            f"{source}: {wrong} is not what this drafter computes; wanted {ARCHITECTURE}, {_CONSTANTS}"
-        )
-    fields = {field: data[key] for key, field in _FIELDS.items()}
-    fields["kind"] = "dspark"
-    # Qwen configs carry a window even when no layer slides.
-    fields["sliding_window"] = data.get("sliding_window") if sliding else None
-    fields["layer_types"] = data["layer_types"] if sliding else ()
-    try:
-        return DrafterConfig.from_dict({**fields, "rope_theta": rope_theta_of(data)})
-    except DrafterConfigError as error:
-        raise CheckpointError(f"{source}: {error}") from error
-
-
-def save_drafter(directory: str | Path, drafter: DSparkDrafter, extra: Mapping[str, Any]) -> Path:
+def save_drafter(
+    directory: str | Path,
+    drafter: AnyDrafter,
+    extra: Mapping[str, Any],
+    *,
+    heads: TargetHeads | None = None,
+    self_contained: bool = False,
+) -> Path:
     """Write config.json and model.safetensors in the parameters' dtype; returns the folder.
 
     `extra` (JSON types: provenance, run, step) is stored under the key `provenance`, which no loader reads. Weights are
     written before the config and each file is renamed into place, so a folder with a config.json is complete.
+    `heads` in their stored dtype are needed for a reduced vocabulary, a scaled embedding and `self_contained`.
+    Raises CheckpointError when they are needed and absent.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    temporary = folder / f".{_WEIGHTS}.tmp"
+    tensors = export_tensors(drafter, heads=heads, self_contained=self_contained)
+    temporary = folder / f".{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / _WEIGHTS)
+    os.replace(temporary, folder / WEIGHTS)
     data = config_json(drafter.config, dtype=drafter.dtype) | {"provenance": dict(extra)}
-    temporary = folder / ".config.json.tmp"
+    temporary = folder / f".{CONFIG}.tmp"
     temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / "config.json")
+    os.replace(temporary, folder / CONFIG)
     return folder
 
 
-def load_drafter(directory: str | Path) -> DSparkDrafter:
-    """Read a drafter in the dtype it was stored in, on the CPU.
+def export_tensors(
+    drafter: AnyDrafter, *, heads: TargetHeads | None = None, self_contained: bool = False
+) -> dict[str, Tensor]:
+    """What model.safetensors will hold, on the CPU: the drafter's parameters, and copies as save_drafter says."""
+    config = drafter.config
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    if needs_zero_head(config):
+        rows = (config.vocab_size, config.draft_vocab_size)
+        tensors |= {
+            name: torch.zeros(size, ZERO_HEAD_RANK, dtype=drafter.dtype)
+            for name, size in zip(_ZERO_HEAD, rows, strict=True)
+        }
+    return tensors | _copies(drafter, heads, self_contained)
+
+
+def _copies(drafter: AnyDrafter, heads: TargetHeads | None, self_contained: bool) -> dict[str, Tensor]:
+    reduced = drafter.config.reduces_vocabulary
+    if heads is None:
+        if reduced or self_contained:
+            raise CheckpointError(
+                "this export holds copies of the target's matrices (a reduced draft vocabulary, or self-contained): "
+                "pass the target's heads"
+            )
+        return {}
+    copies: dict[str, Tensor] = {}
+    if reduced:
+        ids = drafter.draft_ids
+        if ids is None or heads.draft_ids is None or not torch.equal(ids.cpu(), heads.draft_ids.cpu()):
+            raise CheckpointError("drafter and target heads hold different draft vocabularies, or one holds none")
+        copies[MAPPING] = to_offsets(ids.cpu())
+    if self_contained or heads.embedding_scale is not None:
+        # No engine scales what a drafter looks up, so it must look up what it was trained on.
+        scaled = heads.embedding_scale is not None
+        table = heads.embedding_table(drafter.dtype) if scaled else heads.embedding_VD
+        copies[EMBEDDING] = table.detach().cpu().clone()
+    if self_contained or reduced:
+        copies[HEAD] = heads.draft_head_VD.detach().cpu().clone()
+    return copies
+
+
+def load_drafter(directory: str | Path) -> AnyDrafter:
+    """Read a drafter in the dtype it was stored in, on the CPU; its `draft_ids` are those of the checkpoint.
 
     Raises CheckpointError for an unreadable file and for a missing, unknown or misshapen tensor, naming it.
     """
     folder = Path(directory)
-    path = folder / "config.json"
+    config = read_config(folder)
+    tensors = read_tensors(folder)
+    try:
+        draft_ids = _draft_ids(tensors.pop(MAPPING, None), config)
+    except DrafterConfigError as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: {MAPPING}: {error}") from error
+    if needs_zero_head(config):
+        _drop_zero_head(tensors, folder / WEIGHTS)
+    with torch.device("meta"):
+        drafter = new_drafter(config)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in _TARGET_OWNED}
+    _check_tensors(tensors, drafter, folder / WEIGHTS)
+    drafter.load_state_dict(tensors, assign=True)
+    drafter.draft_ids = draft_ids
+    return drafter.requires_grad_(True)
+
+
+def read_config(folder: Path) -> DrafterConfig:
+    """The drafter's configuration from its config.json alone. Raises CheckpointError."""
+    path = folder / CONFIG
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
-    config = config_from_json(data, source=str(path))
+    return config_from_json(data, source=str(path))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint, one file or several. Raises CheckpointError."""
+    index = folder / f"{WEIGHTS}.index.json"
+    names = [WEIGHTS]
+    tensors: dict[str, Tensor] = {}
     try:
-        tensors = load_file(folder / _WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS}: not readable as safetensors: {error}") from error
-    with torch.device("meta"):
-        drafter = DSparkDrafter(config)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in _TARGET_OWNED}
-    _check_tensors(tensors, drafter, folder / _WEIGHTS)
-    drafter.load_state_dict(tensors, assign=True)
-    return drafter.requires_grad_(True)
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        for name in names:
+            tensors |= load_file(folder / name)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / names[0]}: not readable as safetensors: {error}") from error
+    return tensors
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], drafter: DSparkDrafter, path: Path) -> None:
+def check_copies(folder: Path, heads: TargetHeads) -> list[str]:
+    """Which copies of the target's matrices a checkpoint carries, each equal to the target's bit for bit.
+
+    `heads`: the target's, in their stored dtype. Raises CheckpointError naming the first that differs: the engines
+    would serve with it what was neither trained nor evaluated here.
+    """
+    tensors = read_tensors(folder)
+    config = read_config(folder)
+    ids = _draft_ids(tensors.get(MAPPING), config)
+    head = heads.lm_head_VD if ids is None else heads.lm_head_VD[ids]
+    found = [name for name in (EMBEDDING, HEAD) if name in tensors]
+    for name in found:
+        stored = tensors[name]
+        wanted = head
+        if name == EMBEDDING:
+            scaled = heads.embedding_scale is not None
+            wanted = heads.embedding_table(stored.dtype) if scaled else heads.embedding_VD
+        if stored.shape != wanted.shape or not torch.equal(stored.to(wanted.dtype), wanted):
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {name} {list(stored.shape)} {stored.dtype} is not the target's "
+                f"{list(wanted.shape)} {wanted.dtype} bit for bit; the drafter belongs to another target, or its copy "
+                "was trained"
+            )
+    return found
+
+
+def _draft_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None:
+    if (d2t is None) == config.reduces_vocabulary or (d2t is not None and len(d2t) != config.draft_vocab_size):
+        found = "no mapping" if d2t is None else f"a mapping of {len(d2t)}"
+        raise DrafterConfigError(
+            f"found {found} for a draft vocabulary of {config.draft_vocab_size} out of {config.vocab_size}"
+        )
+    return None if d2t is None else from_offsets(d2t, config.vocab_size)
+
+
+def _drop_zero_head(tensors: dict[str, Tensor], path: Path) -> None:
+    for name in _ZERO_HEAD:
+        if name not in tensors or bool(tensors[name].any()):
+            raise CheckpointError(f"{path}: {name} is missing or not zero, yet config.json says zero_markov_head")
+        del tensors[name]
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], drafter: AnyDrafter, path: Path) -> None:
     expected = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: list(tensor.shape) for name, tensor in tensors.items()}
     problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
