@@ -21,23 +21,16 @@ from torch import Tensor
 
 from model.config import DrafterConfig
 from model.draft_vocab import from_offsets, to_offsets
-from model.drafter import DSparkDrafter
-from model.eagle3 import Eagle3Drafter
 from model.errors import CheckpointError, DrafterConfigError
+from model.family import AnyDrafter, new_drafter
 from model.layouts import ZERO_HEAD_RANK, config_from_json, config_json, needs_zero_head
 from model.target_heads import TargetHeads
 
-AnyDrafter = DSparkDrafter | Eagle3Drafter
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING, HEAD, MAPPING = "embed_tokens.weight", "lm_head.weight", "d2t"
 # Copies of the target's own matrices that a checkpoint may carry; the target's are used instead. t2d is d2t again.
 _TARGET_OWNED = frozenset({EMBEDDING, HEAD, "t2d"})
 _ZERO_HEAD = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-
-
-def new_drafter(config: DrafterConfig) -> AnyDrafter:
-    """The class that a configuration names, its weights not initialised."""
-    return Eagle3Drafter(config) if config.kind == "eagle3" else DSparkDrafter(config)
 
 
 def save_drafter(

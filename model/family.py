@@ -9,15 +9,15 @@ from model.eagle3_loss import eagle3_loss
 from model.losses import DrafterInputs, LossConfig, LossOutput, dspark_loss
 from model.target_heads import TargetHeads
 
-Drafter = DSparkDrafter | Eagle3Drafter
+AnyDrafter = DSparkDrafter | Eagle3Drafter
 
 
-def build_drafter(config: DrafterConfig) -> Drafter:
-    """The module of a configuration, its weights as torch initialises them."""
+def new_drafter(config: DrafterConfig) -> AnyDrafter:
+    """The class that a configuration names, its weights not initialised."""
     return Eagle3Drafter(config) if config.kind == "eagle3" else DSparkDrafter(config)
 
 
-def drafter_loss(drafter: Drafter, heads: TargetHeads, inputs: DrafterInputs, config: LossConfig) -> LossOutput:
+def drafter_loss(drafter: AnyDrafter, heads: TargetHeads, inputs: DrafterInputs, config: LossConfig) -> LossOutput:
     """The training objective of the drafter's kind, as additive sums."""
     if isinstance(drafter, Eagle3Drafter):
         return eagle3_loss(drafter, heads, inputs, config)

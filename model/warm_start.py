@@ -12,7 +12,7 @@ import torch
 
 from model.errors import CheckpointError
 from model.export import load_drafter
-from model.family import Drafter
+from model.family import AnyDrafter
 
 # Parameters that a checkpoint may lack, by prefix.
 _NEW_HEADS = ("markov_head.", "confidence_head.")
@@ -36,7 +36,7 @@ class WarmStart:
 
 
 @torch.no_grad()
-def warm_start(drafter: Drafter, directory: str | Path) -> WarmStart:
+def warm_start(drafter: AnyDrafter, directory: str | Path) -> WarmStart:
     """Copy a checkpoint's weights into a freshly initialised drafter, rounded to its dtype.
 
     Raises CheckpointError, and changes nothing, when the checkpoint was trained to read something else (layers, mask

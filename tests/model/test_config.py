@@ -9,6 +9,7 @@ import pytest
 from model.config import DrafterConfig, DrafterShape
 from model.errors import DrafterConfigError
 from tests.golden_data import GOLDEN, drafter_config
+from tests.model.test_warm_start import NO_HEADS
 
 
 def shape(**overrides: Any) -> DrafterShape:
@@ -84,3 +85,27 @@ def test_embedding_and_last_legal_layer_are_allowed() -> None:
 def test_a_config_that_is_no_language_model_is_refused() -> None:
     with pytest.raises(DrafterConfigError, match="has no 'num_attention_heads'"):
         DrafterConfig.from_target({"hidden_size": 3}, shape=shape())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "dflash"}, "a drafter of kind dflash has no choice here: markov_head_type is 'vanilla'"),
+        ({**NO_HEADS, "kind": "eagle3"}, "num_draft_layers is 2, wanted 1"),
+        ({"kind": "medusa"}, "kind 'medusa' is unknown"),
+        ({"sliding_window": 8}, "sliding_window 8 and layer_types"),
+        ({"layer_types": ("sliding_attention",) * 2}, "sliding_window None and layer_types"),
+        ({"layer_types": ("full_attention",)}, "for each of the 2 draft layers"),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 0}, "must be at least 1"),
+    ],
+)
+def test_kinds_and_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DrafterConfigError, match=message):
+        drafter_config(**changes)
+
+
+def test_windows_by_layer() -> None:
+    config = drafter_config(layer_types=("sliding_attention", "full_attention"), sliding_window=9)
+    assert [config.window(layer) for layer in range(2)] == [9, None]
+    assert drafter_config().layer_types == ("full_attention",) * 2
+    assert DrafterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
