@@ -96,7 +96,7 @@ def config_json(config: DrafterConfig, *, dtype: torch.dtype) -> dict[str, Any]:
         "use_sliding_window": sliding,
         "sliding_window": config.sliding_window,
         # vLLM takes sliding layers for causal unless told otherwise.
-        **({"is_causal": False} if sliding else {}),
+        **({"dflash_config": {"causal": False}} if sliding else {}),
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
         **{key: data[field] for key, field in _BACKBONE.items()},
@@ -122,6 +122,7 @@ def _dflash_json(config: DrafterConfig) -> dict[str, Any]:
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
+            "causal": False,
         },
     }
 
@@ -212,14 +213,14 @@ def _check_constants(data: Mapping[str, Any], layout: Layout, source: str) -> No
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
         wrong["rope_type"] = rope_type
-    if "sliding_attention" in (data.get("layer_types") or ()) and data.get("is_causal") is not False:
-        wrong["layer_types"] = f"{data['layer_types']} with is_causal {data.get('is_causal')}"
-    if (data.get("dflash_config") or {}).get("causal") or (data.get("is_causal") and layout != "eagle3"):
-        wrong["causal"] = True
+    causal = (data.get("dflash_config") or {}).get("causal", data.get("is_causal"))
+    sliding = "sliding_attention" in (data.get("layer_types") or ())
+    if layout != "eagle3" and (causal or (sliding and causal is None)):
+        wrong["dflash_config.causal"] = causal
     if layout == "dflash" and data.get("sample_from_anchor"):
         wrong["sample_from_anchor"] = True
     if wrong:
         raise CheckpointError(
-            f"{source}: {wrong} is not what this drafter computes; wanted {ARCHITECTURES[layout]}, {wanted}, plain RoPE "
-            "and attention in both directions within a block"
+            f"{source}: {wrong} is not what this drafter computes; wanted {ARCHITECTURES[layout]}, {wanted}, plain "
+            "RoPE and attention in both directions within a block"
         )

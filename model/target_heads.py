@@ -85,7 +85,13 @@ class TargetHeads(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [...] int64 to what enters the target's first layer, [..., D] in the heads' dtype."""
-        vectors = F.embedding(ids, self.embedding_VD)
+        return self._scaled(F.embedding(ids, self.embedding_VD))
+
+    def embedding_table(self, dtype: torch.dtype) -> Tensor:
+        """Every row that `embed` gives in heads of that dtype, [V, D]."""
+        return self._scaled(self.embedding_VD.to(dtype))
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
         if self.embedding_scale is None:
             return vectors
         # The factor is rounded to the dtype first, as the family does: √3840 is 61.97 but 62 in bf16.

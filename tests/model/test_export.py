@@ -57,6 +57,11 @@ RELEASED_CONFIG = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
     "layer_types": ["full_attention", "full_attention"],
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "draft_vocab_size": 199,
+    "drafter_kind": "dspark",
+    "zero_markov_head": False,
     "target_layer_ids": [1, 3, 5],
     "num_target_layers": 8,
     "block_size": 7,
@@ -107,8 +112,8 @@ def test_round_trip_is_exact(tmp_path: Path, kind: str, dtype: torch.dtype) -> N
     assert all(parameter.requires_grad for parameter in loaded.parameters())
 
 
-def test_every_field_must_be_explicit(saved: Path) -> None:
-    for key in ("sample_from_anchor", "markov_head_type", "mask_token_id", "target_layer_ids"):
+def test_what_could_be_guessed_must_be_explicit(saved: Path) -> None:
+    for key in ("markov_head_type", "mask_token_id", "target_layer_ids", "block_size", "confidence_head_with_markov"):
         before = (saved / "config.json").read_text()
         edit_config(saved, **{key: ...})
         with pytest.raises(CheckpointError, match=f"no {key}"):
