@@ -6,6 +6,7 @@ The file knows nothing about engines: it is data, and importing it imports neith
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -105,8 +106,10 @@ class CacheSection(Section):
 class DrafterSection(Section):
     """The drafter's shape. What is null follows the target's own config."""
 
+    kind: Literal["dspark", "dflash", "eagle3"] = "dspark"
+    """The baselines fix other fields (KIND_FIXES); a config that sets them otherwise is refused."""
     block_size: int = Field(default=7, gt=0)
-    """γ: draft tokens per round."""
+    """γ: draft tokens per round; EAGLE-3: steps of the training-time test."""
     num_draft_layers: int = Field(default=5, gt=0)
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -121,6 +124,10 @@ class DrafterSection(Section):
     confidence_head: bool = True
     confidence_with_markov: bool = True
     sample_from_anchor: bool = True
+    sliding_window: int | None = Field(default=None, gt=0)
+    """Positions that a sliding layer looks back; needs a sliding_attention layer in layer_types."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """One per draft layer; null: full attention everywhere."""
 
 
 class LossSection(Section):
@@ -130,7 +137,22 @@ class LossSection(Section):
     l1: float = Field(default=0.9, ge=0)
     confidence: float = Field(default=1.0, ge=0)
     decay_gamma: float = Field(default=4.0, gt=0)
-    """w_k = exp(-(k-1)/decay_gamma)."""
+    """w_k = exp(-(k-1)/decay_gamma). EAGLE-3's default is its step decay 0.8 in this form, 4.48."""
+
+
+_NO_HEADS = {"markov_head": "none", "markov_rank": 0, "confidence_head": False, "confidence_with_markov": False}
+_CE_ALONE = {"ce": 1.0, "l1": 0.0, "confidence": 0.0}
+# What a kind of drafter leaves no choice about, as (fields of `drafter`, fields of `training.loss`): DFlash is rank 0
+# with cross entropy alone; EAGLE-3 is one layer and cross entropy against the target's distribution.
+KIND_FIXES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dspark": ({}, {}),
+    "dflash": (_NO_HEADS, _CE_ALONE),
+    "eagle3": (
+        {**_NO_HEADS, "num_draft_layers": 1, "sample_from_anchor": True, "sliding_window": None, "layer_types": None},
+        _CE_ALONE,
+    ),
+}
+EAGLE3_DECAY_GAMMA = -1.0 / math.log(0.8)
 
 
 class MixedCache(Section):
@@ -187,6 +209,8 @@ class TrainingSection(Section):
     """bf16 keeps float32 master weights and optimizer states."""
     zero_stage: Literal[0, 1, 2] = 1
     seed: int = 42
+    init_from: str | None = None
+    """Folder of an exported drafter to start from, for instance DFlash's backbone under new DSpark heads."""
     loss: LossSection = LossSection()
     loss_rows_per_chunk: int = Field(default=512, gt=0)
     """Rows of [V] logits alive at a time in the loss."""
@@ -277,6 +301,36 @@ class Config(Section):
     plan: PlanSection = PlanSection()
     max_length: int = Field(default=4096, gt=1)
     """Longest prompt + response, in tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_decides(cls, data: Any) -> Any:
+        """Fill in what the kind of drafter fixes, and refuse what contradicts it."""
+        drafter, training = (data.get(key) for key in ("drafter", "training")) if isinstance(data, dict) else (None, 0)
+        if not isinstance(drafter, dict) or not isinstance(training, dict):
+            return data  # the fields' own validation explains it
+        kind, loss = drafter.get("kind", "dspark"), training.get("loss") or {}
+        if kind not in KIND_FIXES or not isinstance(loss, dict):
+            return data
+        sections = (("drafter", drafter), ("training.loss", loss))
+        wrong = [
+            f"{section}.{key} is {given[key]!r}, wanted {value!r}"
+            for (section, given), fixed in zip(sections, KIND_FIXES[kind], strict=True)
+            for key, value in fixed.items()
+            if key in given and given[key] != value
+        ]
+        if wrong:
+            raise ValueError(
+                f"drafter.kind {kind} has no choice here: {'; '.join(wrong)}; remove these keys or choose kind dspark"
+            )
+        fixed_drafter, fixed_loss = KIND_FIXES[kind]
+        if kind == "eagle3":
+            loss = {"decay_gamma": EAGLE3_DECAY_GAMMA, **loss}
+        return {
+            **data,
+            "drafter": {**drafter, **fixed_drafter},
+            "training": {**training, "loss": {**loss, **fixed_loss}},
+        }
 
     @field_validator("name")
     @classmethod

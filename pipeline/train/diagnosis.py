@@ -21,21 +21,21 @@ def describe_loss(
 ) -> str:
     """One line about a micro-batch whose loss is not finite; evaluates the samples one by one to find which."""
     culprits = []
-    for row, sample_id in enumerate(batch.sample_ids):
-        alone = evaluate(_one_row(inputs, row))
+    for document, sample_id in enumerate(batch.sample_ids):
+        alone = evaluate(_one_document(batch, inputs, document))
         if not torch.isfinite(alone.total):
-            culprits.append(f"{sample_id} ({_cause(batch, row, alone)})")
+            culprits.append(f"{sample_id} ({_cause(batch, document, alone)})")
     if not culprits:
         culprits = [f"none alone, together {', '.join(batch.sample_ids)} ({', '.join(_bad_terms(output))})"]
     return f"step {batch.step}: the loss is {float(output.total.detach())}; samples: {'; '.join(culprits)}"
 
 
-def _cause(batch: CacheBatch, row: int, output: LossOutput) -> str:
-    length = int(batch.lengths[row])
+def _cause(batch: CacheBatch, document: int, output: LossOutput) -> str:
+    row, columns = _place(batch, document)
     width = batch.last_hidden_state.shape[-1]
-    captured = torch.isfinite(batch.hidden_states[row, :length]).unflatten(-1, (-1, width)).all(dim=-1).all(dim=0)
+    captured = torch.isfinite(batch.hidden_states[row, columns]).unflatten(-1, (-1, width)).all(dim=-1).all(dim=0)
     broken = [f"captured layer #{index}" for index, finite in enumerate(captured.tolist()) if not finite]
-    if not torch.isfinite(batch.last_hidden_state[row, :length]).all():
+    if not torch.isfinite(batch.last_hidden_state[row, columns]).all():
         broken.append("last hidden state")
     terms = f"terms {', '.join(_bad_terms(output))}"
     return f"non-finite input in {', '.join(broken)}; {terms}" if broken else f"its input is finite; {terms}"
@@ -46,15 +46,27 @@ def _bad_terms(output: LossOutput) -> list[str]:
     return [name for name in names if f"{name}/num" in output.metrics and not output.metrics[f"{name}/num"].isfinite()]
 
 
-def _one_row(inputs: DrafterInputs, row: int) -> DrafterInputs:
-    blocks, chosen = inputs.blocks, inputs.blocks.rows == row
+def _place(batch: CacheBatch, document: int) -> tuple[int, slice]:
+    """Row and columns of a document."""
+    row, start, length = (int(values[document]) for values in (batch.rows, batch.starts, batch.lengths))
+    return row, slice(start, start + length)
+
+
+def _one_document(batch: CacheBatch, inputs: DrafterInputs, document: int) -> DrafterInputs:
+    row, columns = _place(batch, document)
+    blocks = inputs.blocks
+    chosen = (blocks.rows == row) & (blocks.starts == columns.start)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Blocks):
         value = getattr(blocks, field.name)
         values[field.name] = value[chosen] if isinstance(value, torch.Tensor) else value
+    for name in ("starts", "anchors", "context_rows"):
+        values[name] = values[name] - columns.start
     values["rows"] = torch.zeros_like(values["rows"])
+    ids = inputs.input_ids_BT
     return DrafterInputs(
-        hidden_states_BTC=inputs.hidden_states_BTC[row : row + 1],
-        last_hidden_BTD=inputs.last_hidden_BTD[row : row + 1],
+        hidden_states_BTC=inputs.hidden_states_BTC[row : row + 1, columns],
+        last_hidden_BTD=inputs.last_hidden_BTD[row : row + 1, columns],
         blocks=Blocks(**values),
+        input_ids_BT=None if ids is None else ids[row : row + 1, columns],
     )

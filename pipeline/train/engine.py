@@ -23,13 +23,13 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from model.drafter import DSparkDrafter
+from model.family import AnyDrafter
 from model.losses import DrafterInputs, LossOutput
 from pipeline.train.checkpoint import ParameterState, checksum
 
 BETAS = (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LossFunction = Callable[[DSparkDrafter, DrafterInputs], LossOutput]
+LossFunction = Callable[[AnyDrafter, DrafterInputs], LossOutput]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ def deepspeed_config(config: EngineConfig) -> dict[str, Any]:
 class _LossModule(nn.Module):
     """The drafter together with its objective. `loss` is a plain function: what it closes over is not trained."""
 
-    def __init__(self, drafter: DSparkDrafter, loss: LossFunction) -> None:
+    def __init__(self, drafter: AnyDrafter, loss: LossFunction) -> None:
         super().__init__()
         self.drafter = drafter
         self._loss = loss
@@ -83,7 +83,7 @@ class TrainEngine:
     Every method but `evaluate` and the properties is a collective: call it on all ranks.
     """
 
-    def __init__(self, drafter: DSparkDrafter, loss: LossFunction, config: EngineConfig) -> None:
+    def __init__(self, drafter: AnyDrafter, loss: LossFunction, config: EngineConfig) -> None:
         self._config, self._loss = config, loss
         self._parameters = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         self._adamw = torch.optim.AdamW(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cache_store.dataset import CacheBatch
-from model.anchors import build_blocks
+from model.anchors import Documents, build_blocks
 from model.config import DrafterConfig
 from model.losses import DrafterInputs, LossOutput, metric_values
 from pipeline.train.diagnosis import describe_loss
@@ -208,14 +208,16 @@ class TrainingLoop:
 
 
 def make_inputs(batch: CacheBatch, anchors: Sequence[np.ndarray], config: LoopConfig) -> DrafterInputs:
-    """A micro-batch on the device; `anchors[b]` are those of row b. Without any anchor: `silent_inputs`."""
+    """A micro-batch on the device; `anchors[n]` are those of document n. Without any anchor: `silent_inputs`."""
     if not any(len(drawn) for drawn in anchors):
         return silent_inputs(batch, config)
-    blocks = build_blocks(batch.input_ids, batch.loss_mask, anchors, config.drafter, config.decay_gamma)
+    documents = Documents(batch.rows.numpy(), batch.starts.numpy(), batch.lengths.numpy())
+    blocks = build_blocks(batch.input_ids, batch.loss_mask, anchors, config.drafter, config.decay_gamma, documents)
     return DrafterInputs(
         hidden_states_BTC=batch.hidden_states.to(config.device, non_blocking=True),
         last_hidden_BTD=batch.last_hidden_state.to(config.device, non_blocking=True),
         blocks=blocks.to(config.device),
+        input_ids_BT=batch.input_ids.to(config.device, non_blocking=True),
     )
 
 
@@ -225,13 +227,14 @@ def silent_inputs(batch: CacheBatch, config: LoopConfig) -> DrafterInputs:
     ZeRO 2 reduces gradients by their place in a bucket, in the order in which backward finishes them, so all ranks
     must run the same graph. A loss of another shape, for instance a bare zero, mixes up the parameters' gradients.
     """
-    ids_BT = torch.zeros(1, 2, dtype=torch.int64)
-    blocks = build_blocks(ids_BT, ids_BT == 0, [np.zeros(1, np.int64)], config.drafter, config.decay_gamma)
+    ids_BT = torch.zeros(1, 3, dtype=torch.int64)
+    blocks = build_blocks(ids_BT, ids_BT == 0, [np.ones(1, np.int64)], config.drafter, config.decay_gamma)
     silent = dataclasses.replace(
         blocks, supervised=torch.zeros_like(blocks.supervised), weights=torch.zeros_like(blocks.weights)
     )
     return DrafterInputs(
-        hidden_states_BTC=batch.hidden_states.new_zeros(1, 2, batch.hidden_states.shape[-1]).to(config.device),
-        last_hidden_BTD=batch.last_hidden_state.new_zeros(1, 2, batch.last_hidden_state.shape[-1]).to(config.device),
+        hidden_states_BTC=batch.hidden_states.new_zeros(1, 3, batch.hidden_states.shape[-1]).to(config.device),
+        last_hidden_BTD=batch.last_hidden_state.new_zeros(1, 3, batch.last_hidden_state.shape[-1]).to(config.device),
         blocks=silent.to(config.device),
+        input_ids_BT=ids_BT.to(config.device),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cache_store.identity import fingerprint
@@ -16,7 +17,9 @@ from cache_store.selection import Selection, Split
 from cache_store.storage import open_storage
 from model.config import DrafterConfig, DrafterShape
 from model.errors import ModelError
+from model.family import new_drafter
 from model.losses import LossConfig
+from model.warm_start import warm_start
 from pipeline.config import Config, MixedCache, TrainingSection
 from pipeline.engines.hf import (
     indispensable_tokens,
@@ -43,6 +46,7 @@ _KEPT = (
     "warmup_ratio",
     "gradient_clip",
     "precision",
+    "init_from",
 )
 
 
@@ -108,7 +112,9 @@ def prepare_job(config: Config) -> TrainingJob:
     absolute = config.model_copy(
         update={
             "target": worker_section(config.target),
-            "training": training.model_copy(update={"output": str(Path(training.output).absolute())}),
+            "training": training.model_copy(
+                update={"output": str(Path(training.output).absolute()), "init_from": _start(training, drafter)}
+            ),
         }
     )
     return TrainingJob(
@@ -138,6 +144,19 @@ def _draft_vocab(config: Config, drafter: DrafterConfig, reader: CacheReader) ->
         always=indispensable_tokens(tokenizer, stop_token_ids(folder, tokenizer)),
         output=Path(config.training.output),
     )
+
+
+def _start(training: TrainingSection, drafter: DrafterConfig) -> str | None:
+    """The checkpoint to start from, as an absolute path; refused before any worker starts when it does not fit."""
+    if training.init_from is None:
+        return None
+    with torch.device("meta"):
+        fresh = new_drafter(drafter)
+    try:
+        warm_start(fresh, training.init_from)
+    except ModelError as error:
+        raise ConfigError(f"training.init_from: {error}") from error
+    return str(Path(training.init_from).absolute())
 
 
 def training_sources(config: Config, split: Split = "train") -> tuple[Source, ...]:
@@ -179,6 +198,9 @@ def drafter_config(config: Config) -> DrafterConfig:
         return DrafterConfig.from_target(
             facts,
             shape=DrafterShape(
+                kind=section.kind,
+                sliding_window=section.sliding_window,
+                layer_types=section.layer_types or (),
                 target_layer_ids=config.extraction.layer_ids,
                 mask_token_id=mask_token,
                 block_size=section.block_size,

@@ -58,6 +58,9 @@ class StepPlanner:
         for place in share.places:
             epoch, position = int(share.epochs[place]), int(share.positions[place])
             mask = self._samples.loss_mask(epoch, position)[: stream.max_length]
+            if recipe.drafter.kind == "eagle3":
+                # Without a prompt the first token would be an anchor, but EAGLE-3 needs the position before one.
+                mask = mask & (np.arange(len(mask)) > 0)
             drawn = draw_anchors(mask, recipe.num_anchors, seed=stream.seed, epoch=epoch, position=position)
             anchors[epoch, position] = drawn
             weight += block_weight_sum(mask, drawn, recipe.drafter, recipe.decay_gamma)

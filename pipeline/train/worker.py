@@ -17,10 +17,11 @@ import torch.distributed as dist
 from cache_store.dataset import CacheBatch, TargetCacheStream, make_loader
 from cache_store.mixture import SampleSet
 from cache_store.packing import StreamConfig
-from model.drafter import DSparkDrafter
 from model.export import save_drafter
-from model.losses import DrafterInputs, LossConfig, LossOutput, dspark_loss
+from model.family import AnyDrafter, drafter_loss, new_drafter
+from model.losses import DrafterInputs, LossConfig, LossOutput
 from model.target_heads import TargetHeads, load_target_heads
+from model.warm_start import WarmStart, warm_start
 from pipeline.engines.hf import resolve_target
 from pipeline.train.checkpoint import (
     CheckpointState,
@@ -86,7 +87,8 @@ def run_rank(job: TrainingJob) -> LoopResult:
     from pipeline.train.engine import TrainEngine  # imports deepspeed
 
     training = job.training
-    drafter = DSparkDrafter(job.drafter).init_weights(training.seed)
+    drafter = new_drafter(job.drafter).init_weights(training.seed)
+    warm = None if training.init_from is None else warm_start(drafter, training.init_from)
     heads = load_target_heads(
         resolve_target(job.config.target), dtype=DTYPES[training.precision], draft_ids=job.draft_ids
     )
@@ -95,7 +97,7 @@ def run_rank(job: TrainingJob) -> LoopResult:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), engine.device)
     initial = engine.checksums()
     state = _resume(job, engine, ranks)
-    _announce(job, ranks, state)
+    _announce(job, ranks, state, warm)
     saver = _Saver(job, engine, ranks, initial)
     result = _loop(job, engine, ranks, state, saver)
     failures = [found for found in ranks.gather(result.failure) if found]
@@ -105,8 +107,8 @@ def run_rank(job: TrainingJob) -> LoopResult:
     return result
 
 
-def _loss(heads: TargetHeads, config: LossConfig, drafter: DSparkDrafter, inputs: DrafterInputs) -> LossOutput:
-    return dspark_loss(drafter, heads, inputs, config)
+def _loss(heads: TargetHeads, config: LossConfig, drafter: AnyDrafter, inputs: DrafterInputs) -> LossOutput:
+    return drafter_loss(drafter, heads, inputs, config)
 
 
 def _engine_config(job: TrainingJob) -> EngineConfig:
@@ -155,12 +157,14 @@ def _resume(job: TrainingJob, engine: TrainEngine, ranks: Ranks) -> CheckpointSt
     return state
 
 
-def _announce(job: TrainingJob, ranks: Ranks, state: CheckpointState) -> None:
+def _announce(job: TrainingJob, ranks: Ranks, state: CheckpointState, warm: WarmStart | None) -> None:
     workers = ranks.gather({"rank": ranks.rank, "host": socket.gethostname(), "pid": os.getpid()})
     if ranks.rank == 0:
         job.output.mkdir(parents=True, exist_ok=True)
         write_atomically(job.output / WORKERS, json.dumps(workers, indent=1) + "\n")
         before = f", the checkpoint was written by {state.world_size}" if state.world_size else ""
+        if warm is not None and state.step == 0:
+            _event(job, warm.text())
         _event(job, f"{ranks.world_size} workers start at step {state.step} of {job.total_steps}{before}")
 
 
@@ -268,8 +272,10 @@ def _finish(job: TrainingJob, result: LoopResult, failures: list[str]) -> None:
 
 def export_drafter(job: TrainingJob, checkpoint: Path, state: CheckpointState) -> None:
     """Write `<output>/drafter` from a checkpoint's float32 masters, in the run's precision."""
-    drafter = DSparkDrafter(job.drafter)
+    drafter = new_drafter(job.drafter)
     masters = {name: parameter.master for name, parameter in read_parameters(checkpoint).items()}
     drafter.load_state_dict(masters)
     drafter.to(DTYPES[job.training.precision])
-    save_drafter(job.output / DRAFTER, drafter, {**job.provenance, "step": state.step})
+    drafter.draft_ids = job.draft_ids
+    heads = load_target_heads(resolve_target(job.config.target), dtype=None, draft_ids=job.draft_ids)
+    save_drafter(job.output / DRAFTER, drafter, {**job.provenance, "step": state.step}, heads=heads)
