@@ -6,14 +6,18 @@ They depend on the shape of the values' distribution only; a few samples of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import csv
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from cache_store.calibration import calibrate, field_codecs
-from cache_store.schema import CacheSpec, TargetSample
+from cache_store.errors import CacheError
+from cache_store.schema import CODECS, EXACT_CODECS, FORMATS, LAST_CODECS, LAST_HIDDEN, CacheSpec, TargetSample
 from cache_store.shard import needed_positions
 
 BF16_BYTES = 2
@@ -92,3 +96,102 @@ def measure_ratios(spec: CacheSpec, samples: Sequence[TargetSample]) -> Ratios:
 
 def _zstd_bytes(plane: np.ndarray) -> int:
     return len(pa.Codec("zstd", compression_level=1).compress(plane.tobytes(), asbytes=True)) if plane.size else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenCounts:
+    """How much text a cache will hold."""
+
+    samples: int
+    tokens: int
+    supervised: int
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, supervised: np.ndarray, samples: np.ndarray | None = None) -> TokenCounts:
+        """Totals of a histogram: `samples` rows (None: one) of so many tokens, so many of them supervised. [n] each."""
+        times = np.ones(len(tokens), np.int64) if samples is None else samples.astype(np.int64)
+        return cls(
+            samples=int(times.sum()), tokens=int((tokens * times).sum()), supervised=int((supervised * times).sum())
+        )
+
+    def scaled(self, factor: float) -> TokenCounts:
+        """The same mix of lengths, `factor` times as much."""
+        parts = (round(value * factor) for value in (self.samples, self.tokens, self.supervised))
+        return TokenCounts(**dict(zip(("samples", "tokens", "supervised"), parts, strict=True)))
+
+
+def read_histogram(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, supervised, samples), int64 [n] each, of a CSV file with these three columns by name.
+
+    Raises CacheError naming the line that is not three whole numbers with supervised <= tokens.
+    """
+    names = ("tokens", "supervised", "samples")
+    rows = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if not set(names) <= set(reader.fieldnames or ()):
+                raise CacheError(f"{path}: columns {reader.fieldnames}, wanted {', '.join(names)}")
+            for line in reader:
+                row = tuple(int(line[name] or "") for name in names)
+                if not 0 <= row[1] <= row[0] or row[2] < 0:
+                    raise CacheError(f"{path}: line {reader.line_num}: {row[1]} supervised of {row[0]} tokens")
+                rows.append(row)
+    except (OSError, ValueError, TypeError) as error:
+        raise CacheError(f"{path}: cannot read the histogram: {error}") from error
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The price of one way to store the same text."""
+
+    format: str
+    codec: str
+    last_codec: str
+    last_hidden: str
+    layers: int
+    """Captured layers."""
+    raw_bytes: int
+    stored_bytes: int
+    shards: int
+
+
+def price_choices(
+    spec: CacheSpec, counts: TokenCounts, layers: Iterable[int], ratios: Mapping[str, Ratios] | None = None
+) -> list[Choice]:
+    """Every format, codec, and place of the last hidden state, for each number of captured layers.
+
+    `ratios` by codec replace the ones in MEASURED. The last hidden state is exact where the captured layers are or
+    where its codec could not hold it, and shares their codec otherwise.
+    """
+    known = {**MEASURED, **(ratios or {})}
+    share = counts.supervised / counts.tokens if counts.tokens else 0.0
+    found = []
+    for form, tag, where, number in itertools.product(FORMATS, CODECS, LAST_HIDDEN, layers):
+        for last in dict.fromkeys((tag if tag in EXACT_CODECS else "bss1", tag if tag in LAST_CODECS else "bss1")):
+            choice = replace(
+                spec,
+                format=form,
+                codec=tag,
+                last_codec=last,
+                last_hidden=where,
+                layer_ids=tuple(range(-1, number - 1)),  # a price depends on their number alone
+                num_target_layers=max(spec.num_target_layers, number + 1),
+            )
+            both = Ratios(captured=known[tag].captured, last=known[last].last)
+            size = estimate_bytes(choice, counts.tokens, share, samples=counts.samples, ratios=both)
+            found.append(
+                Choice(
+                    format=form,
+                    codec=tag,
+                    last_codec=last,
+                    last_hidden=where,
+                    layers=number,
+                    raw_bytes=size.raw_bytes,
+                    stored_bytes=size.stored_bytes,
+                    shards=size.shards,
+                )
+            )
+    return found

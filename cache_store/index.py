@@ -101,7 +101,7 @@ def spans_at(table: pa.Table, position: int) -> np.ndarray:
     return np.frombuffer(value, dtype="<i4").reshape(-1, 2)
 
 
-def by_finish(table: pa.Table) -> dict[str, int]:
-    """Samples per finish reason of the last turn ('unknown' where the build gave none)."""
-    counts = pc.value_counts(pc.fill_null(table["finish"], "unknown").combine_chunks()).to_pylist()
-    return {item["values"]: item["counts"] for item in sorted(counts, key=lambda item: -item["counts"])}
+def counts(table: pa.Table, name: str) -> dict[str, int]:
+    """Samples per value of a text column, most first ('unknown' where the build gave none)."""
+    found = pc.value_counts(pc.fill_null(table[name], "unknown").combine_chunks()).to_pylist()
+    return {item["values"]: item["counts"] for item in sorted(found, key=lambda item: -item["counts"])}

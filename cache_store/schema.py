@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,6 +25,9 @@ CALIBRATED = ("i8cr",)
 MAX_CHANNELS = 1 << 16
 """Bounded-loss codecs name a channel in 16 bits."""
 LAST_HIDDEN = ("needed", "all")
+DEFAULT_CODEC: Final = "bss1"
+DEFAULT_LAST_HIDDEN: Final = "needed"
+DEFAULT_SHARD_MB: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from cache_store.schema import DEFAULT_CODEC, DEFAULT_LAST_HIDDEN, DEFAULT_SHARD_MB
 from pipeline.config_section import Section
 from pipeline.config_serving import CostSection, SimulationSection
 from pipeline.errors import ConfigError
@@ -94,10 +95,10 @@ class CacheSection(Section):
     """Local folder or s3://bucket/prefix."""
     endpoint_url: str | None = None
     """S3 endpoint; credentials come by the usual means (environment, profile, instance role)."""
-    codec: Literal["bss1", "raw"] = "bss1"
-    last_hidden: Literal["needed", "all"] = "needed"
+    codec: Literal["bss1", "raw"] = DEFAULT_CODEC
+    last_hidden: Literal["needed", "all"] = DEFAULT_LAST_HIDDEN
     """Store the last hidden state only where the loss can use it, or at every position."""
-    shard_mb: int = Field(default=256, gt=0)
+    shard_mb: int = Field(default=DEFAULT_SHARD_MB, gt=0)
     verify: Literal["always", "first", "never"] = "first"
     """When a reader checks a sample's checksum."""
     ignore_free_space: bool = False

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cache_store.commands.terminal import EXIT_OK, open_cache, pairs_table, size_text
+from cache_store.commands.terminal import EXIT_OK, open_cache, pairs_table, show_histogram, size_text
 from cache_store.inspection import Inspection, inspect_cache
 
 HELP = "identity, totals, shards, rejects, lengths and facts per layer"
-BAR_WIDTH = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,20 +55,11 @@ def _show(facts: Inspection, console: Console) -> None:
         for reason, count in reasons.items():
             rejects.add_row(stage, Text(reason), f"{count:,}")
     console.print(rejects if facts.rejects else "Rejects: none")
-    _show_lengths(facts, console)
+    if facts.lengths:
+        show_histogram(console, f"Tokens per sample (median {facts.length_median:.0f})", facts.lengths)
     if facts.layers:
         title = f"Values per layer ({facts.probed_samples} samples)"
         layers = Table("layer", "RMS", "largest", "largest after token 0", title=title, title_justify="left")
         for layer in facts.layers:
             layers.add_row(layer.layer, f"{layer.rms:.3g}", f"{layer.max_abs:.4g}", f"{layer.max_abs_after_first:.4g}")
         console.print(layers)
-
-
-def _show_lengths(facts: Inspection, console: Console) -> None:
-    if not facts.lengths:
-        return
-    console.print(f"Tokens per sample (median {facts.length_median:.0f})")
-    most = max(item.samples for item in facts.lengths)
-    for item in facts.lengths:
-        bar = "█" * round(BAR_WIDTH * item.samples / most) or ("▏" if item.samples else "")
-        console.print(Text(f"{item.low:>7,}-{item.high:<7,} {bar} {item.samples:,}"))

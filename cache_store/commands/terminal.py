@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cache_store.inspection import LengthBin
 from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 
-EXIT_OK, EXIT_FAILED, EXIT_ORPHANS = 0, 1, 3
+EXIT_OK, EXIT_FAILED, EXIT_ORPHANS, EXIT_INCOMPLETE = 0, 1, 3, 4
+BAR_WIDTH = 40
 
 
 def storage_of(options: argparse.Namespace) -> Storage:
@@ -32,6 +36,15 @@ def pairs_table(title: str, values: dict[str, Any]) -> Table:
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         table.add_row(name, Text(shown, overflow="fold"))
     return table
+
+
+def show_histogram(console: Console, title: str, bins: Sequence[LengthBin]) -> None:
+    """Bars of samples per range of lengths."""
+    console.print(title)
+    most = max((item.samples for item in bins), default=0)
+    for item in bins:
+        bar = "█" * round(BAR_WIDTH * item.samples / most) or ("▏" if item.samples else "")
+        console.print(Text(f"{item.low:>7,}-{item.high:<7,} {bar} {item.samples:,}"))
 
 
 def size_text(count: float) -> str:

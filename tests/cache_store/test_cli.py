@@ -119,7 +119,7 @@ def test_no_cache_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFi
     assert "holds no Target Cache" in found.err
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["dance", "x"], ["estimate", "x"]])
+@pytest.mark.parametrize("command", [[], ["inspect"], ["dance", "x"], ["estimate", "x", "--tokens", "many"]])
 def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(command)

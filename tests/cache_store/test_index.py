@@ -35,7 +35,7 @@ def test_rows_are_sorted_and_the_first_record_wins() -> None:
     assert index.column(table, "supervised").tolist() == [5, 5, 5]
     assert index.column(table, "checksum").tolist() == [0xFFFFFFFF] * 3
     assert index.spans_at(table, 0).tolist() == [[2, 4], [5, 8]]
-    assert index.by_finish(table) == {"unknown": 2, "stop": 1}
+    assert index.counts(table, "finish") == {"unknown": 2, "stop": 1}
 
 
 @pytest.mark.parametrize("records", [[], [record("a", ["x"])], [record("a", ["x"]), record("b", ["y", "x"])]])
