@@ -14,7 +14,7 @@ and U_k = Π_{j<=k} C_j where no round was cut. Legend: P prompts, K draft posit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy as np
 ALL_DOMAINS = "all"
 RESAMPLES = 2000
 """Bootstrap resamples behind every 95 % interval."""
+_SMALLEST_BUCKET = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +32,11 @@ class RoundRow:
     drafter: str
     temperature: float
     domain: str
+    language: str
     prompt_id: str
     turn: int
+    round: int
+    """Number of the round within its answer, from 0."""
     position: int
     """Tokens before the anchor, prompt included."""
     proposed: int
@@ -52,6 +56,7 @@ class DecodeRow:
     """Name of the drafter, or TARGET_ALONE."""
     temperature: float
     domain: str
+    language: str
     prompt_id: str
     turn: int
     prompt_tokens: int
@@ -106,12 +111,28 @@ class AcceptanceSummary:
     """τ: tokens per round, bonus token included."""
     accepted_drafts: Estimate
     """Accepted drafts per round, without the bonus token."""
+    verify_rate: Estimate | None
+    """Verified drafts that were accepted, of all that were verified; None when none was."""
     positions: tuple[PositionRate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """A summary over all domains of the rounds that share one more property."""
+
+    kind: str
+    """language, or context length: tokens before the round, prompt included."""
+    label: str
+    summary: AcceptanceSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedSummary:
-    """Speed-up η = T_target · τ / (T_draft + T_verify) and the times behind it, in seconds (DSpark §4)."""
+    """Speed-up η = T_target · τ / (T_draft + T_verify) and the times behind it, in seconds (DSpark §4).
+
+    In a batch a step's time is shared equally by the requests in it, with and without drafts, so the three times are
+    those of one request at the evaluation's batch size.
+    """
 
     drafter: str
     temperature: float
@@ -187,8 +208,46 @@ def summarise_group(rows: Sequence[RoundRow], *, domain: str, block_size: int, s
         stopped_rounds=int((emitted == accepted).sum()),
         accepted_length=ratio(_per_prompt(emitted, prompt_of, prompts), rounds_P),
         accepted_drafts=ratio(_per_prompt(accepted, prompt_of, prompts), rounds_P),
+        verify_rate=(
+            ratio(_per_prompt(accepted, prompt_of, prompts), _per_prompt(proposed, prompt_of, prompts))
+            if proposed.any()
+            else None
+        ),
         positions=positions,
     )
+
+
+def context_bucket(position: int) -> str:
+    """The context length before a round, in powers of two from 128 on: "under 128", "128-255", ..."""
+    if position < _SMALLEST_BUCKET:
+        return f"under {_SMALLEST_BUCKET}"
+    low = 2 ** (position.bit_length() - 1)
+    return f"{low}-{2 * low - 1}"
+
+
+def break_down(rounds: Sequence[RoundRow], *, block_size: int, seed: int) -> list[Breakdown]:
+    """Summaries by language and by context length, per drafter and temperature; a grouping of one group is left out."""
+    groupings: dict[str, Callable[[RoundRow], str]] = {
+        "language": lambda row: row.language,
+        "context length": lambda row: context_bucket(row.position),
+    }
+    breakdowns = []
+    for kind, label_of in groupings.items():
+        order = sorted(rounds, key=lambda row: row.position) if kind == "context length" else rounds
+        labels = list(dict.fromkeys(label_of(row) for row in order))
+        if len(labels) < 2:
+            continue
+        for drafter, temperature in dict.fromkeys((row.drafter, row.temperature) for row in rounds):
+            for label in labels:
+                rows = [
+                    row
+                    for row in rounds
+                    if (row.drafter, row.temperature, label_of(row)) == (drafter, temperature, label)
+                ]
+                if rows:
+                    summary = summarise_group(rows, domain=ALL_DOMAINS, block_size=block_size, seed=seed)
+                    breakdowns.append(Breakdown(kind, label, summary))
+    return breakdowns
 
 
 def _prompt_index(rows: Sequence[RoundRow]) -> tuple[np.ndarray, int]:

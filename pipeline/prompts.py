@@ -42,6 +42,8 @@ class Prompt:
     domain: str | None
     source: str
     """`file:line`, for messages; not part of the prompt's identity."""
+    language: str | None = None
+    """A label for evaluations to group by; not part of the prompt's identity either."""
 
     def digest(self) -> bytes:
         """sha256 of everything that the target's answers depend on, and of the id."""
@@ -125,13 +127,14 @@ def normalise(value: Any, *, location: str) -> Prompt:
     if not isinstance(value, Mapping):
         raise BadRow(f"found {_kind(value)}, wanted an object with messages, conversations or prompt")
     system, users = _turns(value)
-    domain = value.get("domain")
-    if domain is not None and not isinstance(domain, str):
-        raise BadRow(f"domain is {_kind(domain)}, wanted a string")
+    domain, language = value.get("domain"), value.get("language")
+    for name, label in (("domain", domain), ("language", language)):
+        if label is not None and not isinstance(label, str):
+            raise BadRow(f"{name} is {_kind(label)}, wanted a string")
     if value.get("id") is not None and _own_id(value) is None:
         raise BadRow(f"id is {_kind(value['id'])}, wanted a non-empty string or an integer")
     sample_id = _own_id(value) or _content_id(system, users, domain)
-    return Prompt(sample_id=sample_id, system=system, users=users, domain=domain, source=location)
+    return Prompt(sample_id=sample_id, system=system, users=users, domain=domain, source=location, language=language)
 
 
 def _content_id(system: str | None, users: tuple[str, ...], domain: str | None) -> str:

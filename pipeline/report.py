@@ -10,7 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.acceptance import ALL_DOMAINS, AcceptanceSummary, Estimate, GreedyCheck, PositionRate, SpeedSummary
+from pipeline.acceptance import (
+    ALL_DOMAINS,
+    AcceptanceSummary,
+    Breakdown,
+    Estimate,
+    GreedyCheck,
+    PositionRate,
+    SpeedSummary,
+)
+from pipeline.sweep import SweepPoint
 
 TAU_TOLERANCE = 0.25
 """Relative difference between training's expected accepted length and the measured τ above which we warn."""
@@ -24,9 +33,15 @@ _NOTE_POSITION = (
     "conditional: accepted given that every earlier draft of the round was, over so many rounds; survival: share of "
     "all rounds that accepted at least this many drafts; their sum is the accepted drafts per round."
 )
+_NOTE_CONTEXT = "Tokens before the round's first draft, prompt included."
+_NOTE_SWEEP = (
+    "verified: drafts per round that reach the target when a round stops before its first draft with a confidence "
+    "below the threshold. Computed from the recorded rounds, each replayed with fewer drafts; where the rounds behind "
+    "it would have started is not replayed."
+)
 _NOTE_SPEED = (
-    "drafts: accepted per round. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per token of the "
-    "target alone, per draft and per verification, measured in this run on this machine."
+    "rate: verified drafts that were accepted. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per "
+    "token of the target alone, per draft and per verification; a batch's times are shared by the requests in it."
 )
 
 
@@ -61,6 +76,9 @@ class EvaluationReport:
     block_size: int
     settings: dict[str, Any]
     acceptance: tuple[AcceptanceSummary, ...]
+    breakdowns: tuple[Breakdown, ...]
+    sweep: tuple[SweepPoint, ...]
+    """What a confidence threshold would do, trained drafter."""
     speed: tuple[SpeedSummary, ...]
     greedy: tuple[GreedyCheck, ...]
     agreement: TauAgreement | None
@@ -95,8 +113,10 @@ class TextTable:
 
 
 def report_tables(report: EvaluationReport) -> list[TextTable]:
-    """Accepted length per domain, acceptance by position, untrained vs trained, in this order."""
-    return [_domain_table(report), _position_table(report), _comparison_table(report)]
+    """Accepted length per domain, acceptance by position, untrained vs trained, then the further groupings."""
+    tables = [_domain_table(report), _position_table(report), _comparison_table(report)]
+    tables += [_breakdown_table(report, kind) for kind in dict.fromkeys(b.kind for b in report.breakdowns)]
+    return [*tables, _sweep_table(report)] if report.sweep else tables
 
 
 def _domain_table(report: EvaluationReport) -> TextTable:
@@ -134,7 +154,7 @@ def _position_table(report: EvaluationReport) -> TextTable:
 
 def _comparison_table(report: EvaluationReport) -> TextTable:
     temperatures, drafters = _groups(report)
-    columns = ("drafter", "T", "τ", "drafts", "target ms", "draft ms", "verify ms", "η")
+    columns = ("drafter", "T", "τ", "rate", "target ms", "draft ms", "verify ms", "η")
     rows = []
     for temperature in temperatures:
         for drafter in reversed(drafters):
@@ -146,12 +166,46 @@ def _comparison_table(report: EvaluationReport) -> TextTable:
                     drafter,
                     f"{temperature:g}",
                     _estimate(summary.accepted_length),
-                    f"{summary.accepted_drafts.value:.2f}",
+                    _percent(summary.verify_rate),
                     *_speed_cells(report, drafter, temperature),
                 )
             )
     title = "Untrained vs trained" if _UNTRAINED in drafters else "The drafter and its speed"
     return TextTable(title, columns, tuple(rows), _NOTE_SPEED)
+
+
+def _breakdown_table(report: EvaluationReport, kind: str) -> TextTable:
+    temperatures, drafters = _groups(report)
+    found = {
+        (b.label, b.summary.temperature, b.summary.drafter): b.summary for b in report.breakdowns if b.kind == kind
+    }
+    rows = []
+    for label in dict.fromkeys(label for label, _, _ in found):
+        for temperature in temperatures:
+            summaries = [found.get((label, temperature, drafter)) for drafter in drafters]
+            if not any(summaries):
+                continue
+            rounds = f"{summaries[0].rounds:,}" if summaries[0] else "-"
+            cells = [_estimate(s.accepted_length if s else None) for s in summaries]
+            rows.append((label, f"{temperature:g}", rounds, *cells))
+    columns = (kind, "T", "rounds", *(f"τ {drafter}" for drafter in drafters))
+    note = _NOTE_CONTEXT if kind == "context length" else _NOTE_TAU
+    return TextTable(f"Accepted length by {kind}", columns, tuple(rows), note)
+
+
+def _sweep_table(report: EvaluationReport) -> TextTable:
+    rows = [
+        (
+            f"{p.temperature:g}",
+            f"{p.threshold:g}",
+            f"{p.verified:.2f}",
+            f"{p.accepted_length:.2f}",
+            "-" if p.verify_rate is None else f"{100 * p.verify_rate:.0f} %",
+        )
+        for p in report.sweep
+    ]
+    columns = ("T", "threshold", "verified", "τ", "verify rate")
+    return TextTable("Confidence threshold, trained drafter", columns, tuple(rows), _NOTE_SWEEP)
 
 
 def _speed_cells(report: EvaluationReport, drafter: str, temperature: float) -> tuple[str, ...]:
@@ -178,6 +232,10 @@ def _estimate(estimate: Estimate | None) -> str:
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.2f}"
     return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def _percent(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else f"{100 * estimate.value:.0f} %"
 
 
 def verdict_lines(report: EvaluationReport) -> list[str]:

@@ -25,10 +25,10 @@ from pipeline.eval_actor import (
     EvalRecipe,
     EvalTask,
     PromptDecoder,
-    TaskResult,
     Turn,
     load_drafters,
 )
+from pipeline.eval_run import Measured
 from pipeline.prompts import Prompt
 from pipeline.report import TauAgreement
 from pipeline.train.recipe import prepare_job
@@ -84,7 +84,7 @@ class Run:
     config: Config
     source: MarkovSource
 
-    def decode(self, coder: Coder, *, temperature: float) -> TaskResult:
+    def decode(self, coder: Coder, *, temperature: float) -> Measured:
         """Held-out prompts through the real decoder of an evaluation, with a toy Verifier in place of transformers."""
         recipe = EvalRecipe(
             target=self.config.target,
@@ -98,16 +98,23 @@ class Run:
             seed=SEED,
             device="cpu",
             threads=None,
+            batch_size=8,
+            top_p=1.0,
+            top_k=-1,
+            confidence_threshold=0.0,
         )
         drafters = load_drafters(recipe)
         heads = load_target_heads(self.config.target.path, dtype=drafters[TRAINED].dtype)
         decoder = PromptDecoder(ToyVerifier(self.source, coder), heads, drafters, recipe)
-        rng, result = np.random.default_rng(99), TaskResult()
+        rng, turns = np.random.default_rng(99), []
         for number in range(PROMPTS):
             prompt = Prompt(sample_id=f"p{number}", system=None, users=("",), domain="toy", source="")
             task = EvalTask(prompt, temperature, with_target=True)
-            decoder.decode(self.source.sample(6, rng), Turn(task, 0), result)
-        return result
+            turns.append(Turn(task, 0, tuple(self.source.sample(6, rng))))
+        measured = Measured()
+        for part in decoder.measure(turns):
+            measured.add(part)
+        return measured
 
     def taus(self, coder: Coder, *, temperature: float = 1.0) -> dict[str, AcceptanceSummary]:
         rounds = self.decode(coder, temperature=temperature).rounds

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.engines.hf import HfVerifier
+from model.decoding.speculative import Reading
+from pipeline.engines.hf_verifier import HfVerifier
 from tests.golden_data import GOLDEN
 
 
@@ -26,16 +27,33 @@ class TableVerifier:
     def __init__(self, table_VV: Tensor, width: int) -> None:
         self.table = table_VV
         self.width = width
-        self.ids: list[int] = []
+        self.rows: list[list[int]] = []
 
-    def start(self, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        self.ids = []
-        return self.extend(prompt_ids)
+    def add(self, prompts: Sequence[Sequence[int]]) -> Reading:
+        self.rows += [list(prompt) for prompt in prompts]
+        reading = self._read(prompts)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        return Reading(reading.logits[torch.arange(len(prompts)), last][:, None], reading.hidden)
 
-    def extend(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        self.ids += list(token_ids)
-        index = torch.tensor(list(token_ids))
-        return self.table[index], torch.nn.functional.one_hot(index, self.width).float()
+    def extend(self, token_ids: Sequence[Sequence[int]]) -> Reading:
+        for row, ids in zip(self.rows, token_ids, strict=True):
+            row.extend(ids)
+        return self._read(token_ids)
 
-    def crop(self, length: int) -> None:
-        del self.ids[length:]
+    def _read(self, token_ids: Sequence[Sequence[int]]) -> Reading:
+        """Padding is NaN: nobody may look at it."""
+        width = max(len(ids) for ids in token_ids)
+        logits = torch.full((len(token_ids), width, len(self.table)), float("nan"))
+        hidden = torch.full((len(token_ids), width, self.width), float("nan"))
+        for row, ids in enumerate(token_ids):
+            index = torch.tensor(list(ids))
+            logits[row, : len(ids)] = self.table[index]
+            hidden[row, : len(ids)] = torch.nn.functional.one_hot(index, self.width).float()
+        return Reading(logits, hidden)
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self.rows, lengths, strict=True):
+            del row[length:]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]

@@ -20,6 +20,7 @@ from cache_store.ledger import seal
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import open_storage
 from cache_store.writer import CacheWriter, create_cache
+from model.decoding.speculative import Reading
 from tests.pipeline.train.rig import bf16_bits
 
 V = 12
@@ -91,22 +92,34 @@ class ToyVerifier:
     """The source as a Verifier: its logits are the table's rows, its hidden states what `coder` shows."""
 
     def __init__(self, source: MarkovSource, coder: Coder) -> None:
-        self._source, self._coder, self._ids = source, coder, list[int]()
+        self._source, self._coder, self._rows = source, coder, list[list[int]]()
 
-    def start(self, prompt_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        self._ids = []
-        return self.extend(prompt_ids)
+    def add(self, prompts: Sequence[Sequence[int]]) -> Reading:
+        self._rows += [[] for _ in prompts]
+        readings = self._read(range(len(self._rows) - len(prompts), len(self._rows)), prompts)
+        last = [len(prompt) - 1 for prompt in prompts]
+        return Reading(readings.logits[torch.arange(len(prompts)), last][:, None], readings.hidden)
 
-    def extend(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        before = len(self._ids)
-        self._ids += token_ids
-        codes = pairs(self._ids)[before:]
-        states_LTD = captured(self._coder(codes))
-        hidden = torch.from_numpy(np.concatenate(list(states_LTD), axis=-1))
-        return torch.from_numpy(self._source.log_probs[codes]), hidden
+    def extend(self, token_ids: Sequence[Sequence[int]]) -> Reading:
+        return self._read(range(len(self._rows)), token_ids)
 
-    def crop(self, length: int) -> None:
-        del self._ids[length:]
+    def _read(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Reading:
+        width = max(len(ids) for ids in token_ids)
+        logits, hidden = [], []
+        for row, ids in zip(rows, token_ids, strict=True):
+            before = len(self._rows[row])
+            self._rows[row] += ids
+            codes = np.pad(pairs(self._rows[row])[before:], (0, width - len(ids)))
+            logits.append(torch.from_numpy(self._source.log_probs[codes]))
+            hidden.append(torch.from_numpy(np.concatenate(list(captured(self._coder(codes))), axis=-1)))
+        return Reading(torch.stack(logits), torch.stack(hidden))
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        for row, length in zip(self._rows, lengths, strict=True):
+            del row[length:]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
 
 
 def write_target(folder: Path, source: MarkovSource) -> None:

@@ -1,76 +1,124 @@
-"""Rejection sampling of speculative decoding (DSpark §2): pure functions on logits and probabilities.
+"""Sampling and rejection sampling of speculative decoding (DSpark §2): pure functions on logits and probabilities.
 
 A drafted token x is accepted with probability min(1, p(x)/q(x)); the first rejected one is replaced by a sample from
-norm(max(p - q, 0)); if all are accepted a bonus token comes from p. So the output has exactly the target's
-distribution, and temperature 0 its greedy tokens. Every softmax is float32. Legend: K drafts, V vocabulary.
+norm(max(p - q, 0)); if all are accepted a bonus token comes from p. So the output has exactly the distribution p, for
+any q: p is the target's softmax after temperature, top-k and top-p, and temperature 0 its greedy token. Randomness
+comes in as uniforms, so that a row's draws never depend on the rows beside it. Every softmax is float32, every
+cumulative sum float64. Legend: B rows, K drafts, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from model.errors import DecodingError
 
-class Choice(NamedTuple):
-    """A token and the distribution [V] it was drawn from (None when greedy)."""
 
-    token: int
-    probabilities: Tensor | None
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """What turns logits into the distribution to sample from; temperature 0 is greedy and ignores the rest."""
+
+    temperature: float
+    top_p: float = 1.0
+    """Keep the most probable tokens until their probabilities reach this."""
+    top_k: int = -1
+    """Keep this many of the most probable tokens; -1 keeps all. Applied before top_p."""
+
+    def __post_init__(self) -> None:
+        """Raises DecodingError for impossible settings."""
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or (self.top_k < 1 and self.top_k != -1):
+            raise DecodingError(
+                f"temperature {self.temperature} (at least 0), top_p {self.top_p} (above 0, at most 1), top_k "
+                f"{self.top_k} (at least 1, or -1 for all): out of range"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0
 
 
 class Verdict(NamedTuple):
-    """How many drafted tokens were accepted, and the token that follows them (correction or bonus)."""
+    """int64 [B] each: how many drafts were accepted, and the token that follows them (correction or bonus)."""
 
-    accepted: int
-    next_token: int
-
-
-def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float32 over the last axis."""
-    return torch.softmax(logits.float() / temperature, dim=-1)
+    accepted: Tensor
+    next_token: Tensor
 
 
-def draw(weights_V: Tensor, generator: torch.Generator) -> int:
-    """One index with probability proportional to non-negative weights."""
-    return int(torch.multinomial(weights_V, 1, generator=generator))
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities float32 [..., V] of logits [..., V] after temperature, top-k and top-p, in this order.
+
+    Of equally probable tokens at the border those with the smaller id are kept. top_p sorts the vocabulary.
+    """
+    probabilities = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+    limited = 0 < sampling.top_k < logits.shape[-1]
+    if not limited and sampling.top_p == 1:
+        return probabilities
+    values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    if limited:
+        values[..., sampling.top_k :] = 0
+        values = values / values.sum(dim=-1, keepdim=True)
+    if sampling.top_p < 1:
+        before = values.double().cumsum(dim=-1) - values
+        values = values.masked_fill(before >= sampling.top_p, 0.0)
+    kept = torch.zeros_like(probabilities).scatter_(-1, ids, values)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
-def choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Choice:
-    """A token from logits [V]: the argmax at temperature 0, else a sample."""
-    if temperature == 0:
-        return Choice(int(logits_V.argmax()), None)
-    weights = probabilities(logits_V, temperature)
-    return Choice(draw(weights, generator), weights)
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Indices int64 [...] with probability proportional to non-negative weights [..., V], from uniforms [...] in [0,1).
+
+    By inversion of the cumulative sum; an index of weight 0 is never drawn.
+    """
+    cumulative = weights.double().cumsum(dim=-1)
+    total = cumulative[..., -1:].contiguous()
+    index = torch.searchsorted(cumulative, uniforms.double()[..., None] * total, right=True)
+    last = torch.searchsorted(cumulative, total)  # the last index that has any weight: rounding must not pass it
+    return torch.minimum(index, last).squeeze(-1)
 
 
-def verify_greedy(draft_ids: list[int], target_logits: Tensor) -> Verdict:
-    """Accept drafts while they are the target's argmax; target_logits [len(draft_ids) + 1, V]."""
-    best = target_logits.argmax(dim=-1).tolist()
-    accepted = 0
-    while accepted < len(draft_ids) and draft_ids[accepted] == best[accepted]:
-        accepted += 1
-    return Verdict(accepted, best[accepted])
+def verify_greedy(draft_ids_BK: Tensor, proposed_B: Tensor, target_logits: Tensor) -> Verdict:
+    """Accept drafts while they are the target's argmax; target_logits [B, K + 1, V].
+
+    Only the first proposed_B[b] drafts of a row count; logits behind them may hold anything.
+    """
+    best = target_logits.argmax(dim=-1)
+    accepted = _run_length(draft_ids_BK == best[:, :-1], proposed_B)
+    return Verdict(accepted, best.gather(1, accepted[:, None]).squeeze(1))
 
 
 def verify_sampled(
-    draft_ids: list[int], draft_probabilities: list[Tensor], target_probabilities: Tensor, generator: torch.Generator
+    draft_ids_BK: Tensor, proposed_B: Tensor, draft_BKV: Tensor, target: Tensor, uniforms: Tensor
 ) -> Verdict:
-    """Rejection sampling of drafts that were drawn from draft_probabilities (each [V]).
+    """Rejection sampling of drafts that were drawn from draft_BKV, against target probabilities [B, K + 1, V].
 
-    target_probabilities is [len(draft_ids) + 1, V], float32.
+    uniforms [B, K + 1]: one per draft, and the last for the token that follows. Rows as in verify_greedy.
     """
-    for k, (token, q) in enumerate(zip(draft_ids, draft_probabilities, strict=True)):
-        p = target_probabilities[k]
-        uniform = torch.rand((), generator=generator, device=p.device)
-        # u < p/q without the division; q(token) > 0, for the token was drawn from q.
-        if not bool(uniform * q[token] < p[token]):
-            return Verdict(k, draw(residual(p, q), generator))
-    return Verdict(len(draft_ids), draw(target_probabilities[len(draft_ids)], generator))
+    K = draft_ids_BK.shape[1]
+    ids = draft_ids_BK[..., None]
+    p = target[:, :K].gather(2, ids).squeeze(2)
+    q = draft_BKV.gather(2, ids).squeeze(2)
+    # u < p/q without the division; q(token) > 0, for the token was drawn from q.
+    accepted = _run_length(uniforms[:, :K] * q < p, proposed_B)
+    rows = torch.arange(len(accepted), device=accepted.device)
+    p_V = target[rows, accepted]
+    if K:
+        q_V = draft_BKV[rows, accepted.clamp_max(K - 1)]
+        p_V = torch.where((accepted < proposed_B)[:, None], residual(p_V, q_V), p_V)
+    return Verdict(accepted, draw(p_V, uniforms[:, K]))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), unnormalised; p itself where rounding left nothing (then p and q are equal)."""
+    """max(p - q, 0) [..., V], unnormalised; p itself where rounding left nothing (then p and q are equal)."""
     rest = (p - q).clamp_min(0.0)
-    return rest if bool(rest.sum() > 0) else p
+    return torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
+
+
+def _run_length(accepts_BK: Tensor, proposed_B: Tensor) -> Tensor:
+    """How many leading proposed drafts are accepted, int64 [B]."""
+    positions = torch.arange(accepts_BK.shape[1], device=accepts_BK.device)
+    return (accepts_BK & (positions < proposed_B[:, None])).long().cumprod(dim=1).sum(dim=1)

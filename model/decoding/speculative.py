@@ -1,38 +1,59 @@
-"""The draft-verify loop (DSpark §2, §4) and plain decoding, over any target that implements Verifier.
+"""The draft-verify loop (DSpark §2, §4) over a batch of requests, and plain decoding by the same loop.
 
-The loop keeps two caches in step: the verifier's own and the drafter's context, which holds the target's hidden states
-of every position before the anchor. The anchor itself is the last committed token: the target has not read it yet.
-Legend: n tokens, C = L·D captured width, V vocabulary, K = γ draft positions.
+Requests have prompts of any length, finish and leave, and waiting ones take their places. Target and drafter keep
+their caches in step: both hold every committed position before the anchor, which is the last committed token and has
+been read by neither. A request's tokens depend on its own seed, never on the requests beside it (up to the rounding of
+the target's matrix products). Legend: B rows, n tokens, C = L·D captured width, V vocabulary, K = γ draft positions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from model.decoding.sampling import Choice, Verdict, choose, probabilities, verify_greedy, verify_sampled
-from model.drafter import DraftCache, DSparkDrafter
+from model.decoding.chain_drafting import make_drafter
+from model.decoding.drafting import Drafter, Proposal
+from model.decoding.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, warp
 from model.errors import DecodingError
+from model.family import AnyDrafter
 from model.target_heads import TargetHeads
+
+PREFILL_TOKENS = 16384
+"""Padded prompt tokens that are read in one forward; a longer prompt is read alone."""
+Schedule = Callable[[Tensor], Sequence[int]]
+"""Confidences float32 [B, K] to the number of drafts of each row to verify; must not look at later tokens."""
+
+
+class Reading(NamedTuple):
+    """What the target says about tokens it just read; columns behind a row's own tokens hold anything."""
+
+    logits: Tensor
+    """float32 [B, n, V]; column i predicts the token after the row's i-th. After `add` n = 1: only the last matters."""
+    hidden: Tensor
+    """[B, n, C]: the captured layers' outputs, layers ascending."""
 
 
 class Verifier(Protocol):
-    """The target with a cache of its own. Logits are float32 [n, V], hidden states [n, C] of the captured layers."""
+    """The target with a cache of its own. Rows stand in the order in which they were added."""
 
-    def start(self, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Forget everything, read the prompt. The last row of the logits predicts the first new token."""
+    def add(self, prompts: Sequence[Sequence[int]]) -> Reading:
+        """Append rows and read their prompts; the reading is of the new rows alone."""
 
-    def extend(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Read more tokens; row i predicts the token after token_ids[i]."""
+    def extend(self, token_ids: Sequence[Sequence[int]]) -> Reading:
+        """Read more tokens of every row."""
 
-    def crop(self, length: int) -> None:
-        """Forget every token from position `length` on."""
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Forget each row's tokens from position lengths[b] on."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +64,33 @@ class DecodeConfig:
     temperature: float
     stop_ids: frozenset[int]
     seed: int
+    """Added to every request's own."""
+    top_p: float = 1.0
+    top_k: int = -1
     confidence_threshold: float = 0.0
     """Propose only the drafts before the first whose confidence is below this; 0 proposes all."""
 
     def __post_init__(self) -> None:
         """Raises DecodingError for impossible settings."""
-        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 <= self.confidence_threshold <= 1:
+        if self.max_new_tokens < 1 or not 0 <= self.confidence_threshold <= 1:
             raise DecodingError(
-                f"max_new_tokens {self.max_new_tokens} (at least 1), temperature {self.temperature} (at least 0), "
-                f"confidence_threshold {self.confidence_threshold} (0 to 1): out of range"
+                f"max_new_tokens {self.max_new_tokens} (at least 1), confidence_threshold "
+                f"{self.confidence_threshold} (0 to 1): out of range"
             )
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the target's and the drafter's logits are sampled with."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to continue."""
+
+    prompt_ids: Sequence[int]
+    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +100,7 @@ class Round:
     position: int
     """Position of the anchor, prompt included."""
     draft_ids: tuple[int, ...]
-    """All K drafted tokens, also those the threshold held back."""
+    """All K drafted tokens, also those that were held back."""
     confidences: tuple[float, ...]
     """Probabilities of all K slots; empty without a confidence head."""
     proposed: int
@@ -74,7 +112,7 @@ class Round:
 
 @dataclasses.dataclass(slots=True)
 class Seconds:
-    """Wall-clock seconds by phase."""
+    """Wall-clock seconds by phase; a request's equal share of what its batch took."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -105,139 +143,240 @@ class DecodeResult:
         return sum(r.emitted for r in self.rounds) / len(self.rounds) if self.rounds else 0.0
 
 
-@torch.no_grad()
+class Finished(NamedTuple):
+    """A request that left the batch."""
+
+    request: Request
+    result: DecodeResult
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    request: Request
+    generator: torch.Generator
+    output: list[int] = dataclasses.field(default_factory=list)
+    rounds: list[Round] = dataclasses.field(default_factory=list)
+    seconds: Seconds = dataclasses.field(default_factory=Seconds)
+
+    @property
+    def position(self) -> int:
+        """Position of the last committed token."""
+        return len(self.request.prompt_ids) + len(self.output) - 1
+
+
+class BatchDecoder:
+    """Decodes up to `batch_size` requests at a time; without a drafter one token per step: the target alone.
+
+    It takes the verifier over: rows that anyone left there are dropped. `drafter` must be fresh. `schedule` decides how
+    many drafts are verified; None applies the config's confidence_threshold.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        config: DecodeConfig,
+        *,
+        batch_size: int,
+        schedule: Schedule | None = None,
+    ) -> None:
+        if drafter and (config.confidence_threshold > 0 or schedule) and not drafter.has_confidence:
+            raise DecodingError("confidence_threshold needs a drafter with a confidence head; set it to 0")
+        self._verifier, self._drafter, self._config = verifier, drafter, config
+        self._sampling, self._batch_size = config.sampling, batch_size
+        threshold = config.confidence_threshold
+        self._schedule = schedule or (threshold_schedule(threshold) if threshold > 0 else None)
+        self._waiting: deque[Request] = deque()
+        self._rows: list[_Row] = []
+        verifier.keep([])
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs or waits."""
+        return bool(self._rows or self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it joins when a place is free. Raises DecodingError for an empty prompt."""
+        if not request.prompt_ids:
+            raise DecodingError("a request has an empty prompt; wanted at least one token")
+        self._waiting.append(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Finished]:
+        """Let waiting requests join, run one round, and return the requests that ended."""
+        while self._waiting and len(self._rows) < self._batch_size:
+            self._join(self._next_prompts())
+        finished = self._leave()
+        if self._rows:
+            self._round()
+            finished += self._leave()
+        return finished
+
+    def _next_prompts(self) -> list[_Row]:
+        """Waiting requests for one prefill: as many as places and PREFILL_TOKENS allow, at least one."""
+        rows: list[_Row] = []
+        longest = 0
+        while self._waiting and len(self._rows) + len(rows) < self._batch_size:
+            longest = max(longest, len(self._waiting[0].prompt_ids))
+            if rows and longest * (len(rows) + 1) > PREFILL_TOKENS:
+                break
+            request = self._waiting.popleft()
+            seed = (self._config.seed + request.seed) % 2**63
+            rows.append(_Row(request, torch.Generator().manual_seed(seed)))
+        return rows
+
+    def _join(self, rows: list[_Row]) -> None:
+        with _timed(rows, "prefill"):
+            prompts = [row.request.prompt_ids for row in rows]
+            reading = self._verifier.add(prompts)
+            if self._drafter is not None:
+                _check_width(reading.hidden, self._drafter)
+                self._drafter.add(reading.hidden, prompts)
+            first = self._choose(reading.logits[:, -1], _uniforms(rows, 1)[:, 0])
+        for row, token in zip(rows, first.tolist(), strict=True):
+            row.output.append(token)
+        self._rows += rows
+
+    def _choose(self, logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+        if self._sampling.greedy:
+            return logits_BV.argmax(dim=-1)
+        return draw(warp(logits_BV, self._sampling), uniforms_B.to(logits_BV.device))
+
+    def _round(self) -> None:
+        rows, drafter = self._rows, self._drafter
+        block = drafter.block_size if drafter else 0
+        uniforms = _uniforms(rows, 2 * block + 1)
+        anchors = [row.output[-1] for row in rows]
+        proposal, counts = None, [0] * len(rows)
+        if drafter is not None:
+            with _timed(rows, "draft"):
+                proposal = drafter.propose(anchors, self._sampling, uniforms[:, :block])
+                counts = self._counts(proposal, block)
+        ids = proposal.token_ids.tolist() if proposal else [[] for _ in rows]
+        with _timed(rows, "verify"):
+            tokens = [[anchor, *draft[:n]] for anchor, draft, n in zip(anchors, ids, counts, strict=True)]
+            reading = self._verifier.extend(tokens)
+            verdict = self._verify(proposal, counts, reading.logits, uniforms[:, block:])
+            accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
+            self._verifier.crop([row.position + 1 + n for row, n in zip(rows, accepted, strict=True)])
+        if drafter is not None:
+            with _timed(rows, "draft"):
+                drafter.commit(reading.hidden, [line[: n + 1] for line, n in zip(tokens, accepted, strict=True)])
+        self._record(proposal, counts, [[*d[:n], t] for d, n, t in zip(ids, accepted, following, strict=True)])
+
+    def _counts(self, proposal: Proposal, block: int) -> list[int]:
+        if self._schedule is None or proposal.confidences is None:
+            return [block] * len(self._rows)
+        return list(self._schedule(proposal.confidences))
+
+    def _verify(self, proposal: Proposal | None, counts: list[int], logits: Tensor, uniforms: Tensor) -> Verdict:
+        """Verdicts from logits [B, 1 + max(counts), V]; drafts behind the longest proposal are left out."""
+        device, width = logits.device, max(counts)
+        proposed = torch.tensor(counts, device=device)
+        if proposal is None:
+            next_token = self._choose(logits[:, 0], uniforms[:, 0])
+            return Verdict(torch.zeros_like(next_token), next_token)
+        ids = proposal.token_ids[:, :width].to(device)
+        if proposal.probabilities is None:
+            return verify_greedy(ids, proposed, logits)
+        drawn_from = proposal.probabilities[:, :width].to(device)
+        chosen = torch.cat([uniforms[:, :width], uniforms[:, -1:]], dim=1).to(device)
+        return verify_sampled(ids, proposed, drawn_from, warp(logits, self._sampling), chosen)
+
+    def _record(self, proposal: Proposal | None, counts: list[int], committed: list[list[int]]) -> None:
+        """Append what the round committed: up to a stop token among the accepted drafts, else one more than those."""
+        confidences = proposal.confidences.tolist() if proposal and proposal.confidences is not None else None
+        drafts = proposal.token_ids.tolist() if proposal else None
+        for index, (row, tokens) in enumerate(zip(self._rows, committed, strict=True)):
+            accepted = len(tokens) - 1
+            stop = next((k for k, token in enumerate(tokens[:-1]) if token in self._config.stop_ids), None)
+            emitted = tokens if stop is None else tokens[: stop + 1]
+            if drafts is not None:
+                row.rounds.append(
+                    Round(
+                        position=row.position,
+                        draft_ids=tuple(drafts[index]),
+                        confidences=tuple(confidences[index]) if confidences else (),
+                        proposed=counts[index] if stop is None else len(emitted),
+                        accepted=accepted if stop is None else len(emitted),
+                        emitted=len(emitted),
+                    )
+                )
+            row.output += emitted
+
+    def _leave(self) -> list[Finished]:
+        """Take out the rows that ended; the caches keep the others."""
+        limit, stop_ids = self._config.max_new_tokens, self._config.stop_ids
+        staying = [i for i, row in enumerate(self._rows) if len(row.output) < limit and row.output[-1] not in stop_ids]
+        if len(staying) == len(self._rows):
+            return []
+        gone = [row for i, row in enumerate(self._rows) if i not in set(staying)]
+        self._rows = [self._rows[i] for i in staying]
+        self._verifier.keep(staying)
+        if self._drafter is not None:
+            self._drafter.keep(staying)
+        return [Finished(row.request, DecodeResult(row.output[:limit], row.rounds, row.seconds)) for row in gone]
+
+
+def threshold_schedule(threshold: float) -> Schedule:
+    """Verify the drafts before the first whose confidence is below `threshold`.
+
+    A confidence depends on the drafts before it alone, so the cut does not look ahead and nothing is lost.
+    """
+
+    def count(confidences_BK: Tensor) -> list[int]:
+        return (confidences_BK >= threshold).long().cumprod(dim=1).sum(dim=1).tolist()
+
+    return count
+
+
+def decode_all(decoder: BatchDecoder, requests: Sequence[Request]) -> list[DecodeResult]:
+    """Results in the order of the requests, which must be distinct objects."""
+    for request in requests:
+        decoder.submit(request)
+    results: dict[int, DecodeResult] = {}
+    while decoder.busy:
+        results |= {id(finished.request): finished.result for finished in decoder.step()}
+    return [results[id(request)] for request in requests]
+
+
 def target_decode(verifier: Verifier, prompt_ids: Sequence[int], config: DecodeConfig) -> DecodeResult:
-    """Plain autoregressive decoding with the same verifier: what speculation must equal, and its time."""
-    seconds = Seconds()
-    with _timed(seconds, "prefill"):
-        logits, _ = verifier.start(prompt_ids)
-        generator = _generator(logits, config.seed)
-        output = [choose(logits[-1], config.temperature, generator).token]
-    while len(output) < config.max_new_tokens and output[-1] not in config.stop_ids:
-        with _timed(seconds, "verify"):
-            logits, _ = verifier.extend(output[-1:])
-            output.append(choose(logits[-1], config.temperature, generator).token)
-    return DecodeResult(output, [], seconds)
+    """Plain autoregressive decoding of one prompt: what speculation must equal, and its time."""
+    return decode_all(BatchDecoder(verifier, None, config, batch_size=1), [Request(prompt_ids)])[0]
 
 
-@torch.no_grad()
 def speculative_decode(
-    verifier: Verifier, drafter: DSparkDrafter, heads: TargetHeads, prompt_ids: Sequence[int], config: DecodeConfig
+    verifier: Verifier, drafter: AnyDrafter, heads: TargetHeads, prompt_ids: Sequence[int], config: DecodeConfig
 ) -> DecodeResult:
-    """Decode with drafts; the output is the target's own (greedy: token for token; else: in distribution).
+    """Decode one prompt with drafts; the output is the target's own (greedy: token for token; else: in distribution).
 
     Raises DecodingError for a threshold without a confidence head, and for a verifier whose hidden states have
     another width than the drafter reads.
     """
-    if config.confidence_threshold > 0 and drafter.confidence_head is None:
-        raise DecodingError("confidence_threshold needs a drafter with a confidence head; set it to 0")
-    seconds = Seconds()
-    with _timed(seconds, "prefill"):
-        logits, hidden = verifier.start(prompt_ids)
-        _check_width(hidden, drafter)
-        generator = _generator(logits, config.seed)
-        output = [choose(logits[-1], config.temperature, generator).token]
-        cache = drafter.new_cache()
-        drafter.append_context(cache, hidden)
-    rounds: list[Round] = []
-    while len(output) < config.max_new_tokens and output[-1] not in config.stop_ids:
-        position = cache.length
-        with _timed(seconds, "draft"):
-            draft = _draft(drafter, heads, (cache, output[-1]), config, generator)
-        proposal = draft.choices[: draft.proposed]
-        ids = [choice.token for choice in proposal]
-        with _timed(seconds, "verify"):
-            logits, hidden = verifier.extend([output[-1], *ids])
-            verdict = _verify(proposal, logits, config.temperature, generator)
-            verifier.crop(position + 1 + verdict.accepted)
-        with _timed(seconds, "draft"):
-            drafter.append_context(cache, hidden[: verdict.accepted + 1])
-        emitted = _emitted(ids, verdict, config.stop_ids)
-        stopped = len(emitted) <= verdict.accepted
-        rounds.append(
-            Round(
-                position=position,
-                draft_ids=tuple(choice.token for choice in draft.choices),
-                confidences=draft.confidences,
-                proposed=len(emitted) if stopped else len(ids),
-                accepted=len(emitted) if stopped else verdict.accepted,
-                emitted=len(emitted),
-            )
-        )
-        output += emitted
-    return DecodeResult(output[: config.max_new_tokens], rounds, seconds)
+    decoder = BatchDecoder(verifier, make_drafter(drafter, heads), config, batch_size=1)
+    return decode_all(decoder, [Request(prompt_ids)])[0]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Draft:
-    choices: list[Choice]
-    confidences: tuple[float, ...]
-    proposed: int
-
-
-def _draft(
-    drafter: DSparkDrafter,
-    heads: TargetHeads,
-    start: tuple[DraftCache, int],
-    config: DecodeConfig,
-    generator: torch.Generator,
-) -> _Draft:
-    """One block: the backbone at once, then the sequential head token by token (DSpark §3.2)."""
-    cache, previous = start
-    hidden_KD = drafter.draft_block(cache, previous, heads)
-    base_KV = heads.logits(hidden_KD).to(drafter.dtype)
-    markov, state = drafter.markov_head, None
-    choices: list[Choice] = []
-    confidences: list[Tensor] = []
-    for hidden, base in zip(hidden_KD, base_KV, strict=True):
-        embedded, logits = None, base
-        if markov is not None:
-            embedded = markov.markov_w1(torch.tensor(previous, device=hidden.device))
-            features, state = markov.step(embedded, hidden, state)
-            logits = logits + markov.markov_w2(features)
-        if drafter.confidence_head is not None:
-            confidences.append(drafter.confidence_head(hidden, embedded))
-        choices.append(choose(logits, config.temperature, generator))
-        previous = choices[-1].token
-    values = tuple(torch.stack(confidences).float().sigmoid().tolist()) if confidences else ()
-    below = [k for k, value in enumerate(values) if value < config.confidence_threshold]
-    return _Draft(choices, values, below[0] if below else len(choices))
-
-
-def _verify(proposal: Sequence[Choice], logits: Tensor, temperature: float, generator: torch.Generator) -> Verdict:
-    ids = [choice.token for choice in proposal]
-    if temperature == 0:
-        return verify_greedy(ids, logits)
-    drawn_from = [choice.probabilities.to(logits.device) for choice in proposal if choice.probabilities is not None]
-    return verify_sampled(ids, drawn_from, probabilities(logits, temperature), generator)
-
-
-def _emitted(ids: list[int], verdict: Verdict, stop_ids: frozenset[int]) -> list[int]:
-    """Tokens that a round commits: up to a stop token among the accepted drafts, else one more than those."""
-    for index, token in enumerate(ids[: verdict.accepted]):
-        if token in stop_ids:
-            return ids[: index + 1]
-    return [*ids[: verdict.accepted], verdict.next_token]
-
-
-def _check_width(hidden: Tensor, drafter: DSparkDrafter) -> None:
-    wanted = drafter.fc.in_features
-    if hidden.shape[-1] != wanted:
+def _check_width(hidden: Tensor, drafter: Drafter) -> None:
+    if hidden.shape[-1] != drafter.captured_width:
         raise DecodingError(
-            f"the verifier returns hidden states of width {hidden.shape[-1]}, the drafter reads {wanted} (layers "
-            f"{list(drafter.config.target_layer_ids)}); give the verifier the same layer ids"
+            f"the verifier returns hidden states of width {hidden.shape[-1]}, the drafter reads "
+            f"{drafter.captured_width}; give the verifier the drafter's layer ids"
         )
 
 
-def _generator(logits: Tensor, seed: int) -> torch.Generator:
-    return torch.Generator(device=logits.device).manual_seed(seed)
+def _uniforms(rows: Sequence[_Row], count: int) -> Tensor:
+    """float64 [B, count], each row from its own generator: always as many, so that a draw never depends on others."""
+    return torch.stack([torch.rand(count, generator=row.generator, dtype=torch.float64) for row in rows])
 
 
 @contextmanager
-def _timed(seconds: Seconds, phase: str) -> Iterator[None]:
-    """Add the block's time; on a GPU wait for its kernels, or their time would be counted elsewhere."""
+def _timed(rows: Sequence[_Row], phase: str) -> Iterator[None]:
+    """Share the block's time among the rows; on a GPU wait for its kernels, or it would be counted elsewhere."""
     started = time.perf_counter()
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    setattr(seconds, phase, getattr(seconds, phase) + time.perf_counter() - started)
+    share = (time.perf_counter() - started) / len(rows)
+    for row in rows:
+        setattr(row.seconds, phase, getattr(row.seconds, phase) + share)

@@ -1,9 +1,9 @@
-"""The target through transformers: its facts, its tokenizer, its hidden states and its step-by-step verification.
+"""The target through transformers: its facts, its tokenizer and its hidden states (hf_verifier: its verification).
 
 The only file that loads target weights with transformers. Importing it imports neither torch nor transformers' models
 until something is loaded. Layer id k (0-based) is the OUTPUT of decoder layer k, the residual stream; -1 is the
 embedding output; the last hidden state is the one after the final norm.
-Letters: B batch, T sequence, L captured layers, D hidden size, V vocabulary, n new tokens.
+Letters: B batch, T sequence, L captured layers, D hidden size.
 """
 
 from __future__ import annotations
@@ -295,43 +295,3 @@ def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[i
         else:
             batches.append([index])
     return batches
-
-
-class HfVerifier:
-    """The target, step by step with a key/value cache: `model.decoding`'s Verifier over transformers.
-
-    `model` is a causal LM (with its head). Every call returns, for the n tokens it was given, the logits
-    float32 [n,V] and the captured layers' states [n, L*D] (layers ascending, concatenated per token).
-    """
-
-    def __init__(self, model: torch.nn.Module, layer_ids: Sequence[int]) -> None:
-        self._model = model
-        self._config: Any = model.config
-        self._tap = LayerTap(model.get_decoder(), layer_ids)  # type: ignore[operator]
-        self._cache: Any = None
-
-    def start(self, prompt_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forget everything and run the prompt."""
-        from transformers import DynamicCache
-
-        # Without a config every layer keeps all keys, also a sliding one, which could not be cropped otherwise; what a
-        # position sees is the mask's business.
-        self._cache = DynamicCache()
-        return self.extend(prompt_ids)
-
-    def extend(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `token_ids` after what the cache holds."""
-        import torch
-
-        device = next(self._model.parameters()).device
-        ids = torch.as_tensor(token_ids, dtype=torch.long, device=device).reshape(1, -1)
-        with torch.inference_mode():
-            output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
-            hidden_nC = torch.cat([state[0] for state in self._tap.take()], dim=-1)
-        return output.logits[0].float(), hidden_nC
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens of the cache."""
-        excess = self._cache.get_seq_length() - length
-        if excess > 0:
-            self._cache.crop(-excess)

@@ -18,7 +18,8 @@ from model.target_heads import load_target_heads
 from pipeline.acceptance import ALL_DOMAINS
 from pipeline.config import Config, load_config
 from pipeline.demo_target import prepare_demo_target
-from pipeline.engines.hf import HfVerifier, load_target
+from pipeline.engines.hf import load_target
+from pipeline.engines.hf_verifier import HfVerifier
 from pipeline.evaluate import output_folder, run_evaluation
 from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
@@ -57,11 +58,10 @@ def fit(drafter: DSparkDrafter, config: Config, prompts: Sequence[str]) -> None:
         context = target.chat.prompt_ids(None, [prompt], [])
         ids = model.generate(torch.tensor([context]), max_new_tokens=NEW_TOKENS, do_sample=False)[0]  # type: ignore[operator]
         mask = np.arange(len(ids)) >= len(context)
-        _, hidden = verifier.start(ids.tolist())
+        verifier.keep([])
+        hidden = verifier.add([ids.tolist()]).hidden
         blocks = build_blocks(ids[None], torch.from_numpy(mask)[None], [legal_anchors(mask)], drafter.config, 4.0)
-        batches.append(
-            DrafterInputs(hidden.clone()[None], torch.zeros(1, len(ids), heads.embedding_VD.shape[1]), blocks)
-        )
+        batches.append(DrafterInputs(hidden, torch.zeros(1, len(ids), heads.embedding_VD.shape[1]), blocks))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -31,8 +31,10 @@ def make_round(
         "drafter": "trained",
         "temperature": 0.0,
         "domain": domain,
+        "language": "none",
         "prompt_id": prompt,
         "turn": 0,
+        "round": 0,
         "position": 10,
         "proposed": accepted if stopped else GAMMA,
         "accepted": accepted,
@@ -45,6 +47,7 @@ def make_decode(drafter: str, output: tuple[int, ...], **changes) -> DecodeRow:
     fields = {
         "temperature": 0.0,
         "domain": "math",
+        "language": "none",
         "prompt_id": "p0",
         "turn": 0,
         "prompt_tokens": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from pipeline.eval_actor import (
     PromptDecoder,
     TaskResult,
     Turn,
+    count_answers,
     default_threads,
     load_drafters,
 )
+from pipeline.eval_run import Measured
 from pipeline.prompts import Prompt
 from tests.golden_data import drafter_config, read_json, tiny_heads
 from tests.model.decoding.test_speculative import load_run
@@ -49,6 +52,10 @@ def make_recipe(**changes: Any) -> EvalRecipe:
         "seed": 0,
         "device": "cpu",
         "threads": 1,
+        "batch_size": 3,
+        "top_p": 1.0,
+        "top_k": -1,
+        "confidence_threshold": 0.0,
     }
     return EvalRecipe(**{**fields, **changes})
 
@@ -68,19 +75,28 @@ def exported(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Eva
     return make_recipe(target=target, drafter=str(folder), untrained_seed=5)
 
 
+def collect(parts: Iterable[TaskResult]) -> Measured:
+    measured = Measured()
+    for part in parts:
+        measured.add(part)
+    return measured
+
+
 def test_greedy_answers_of_a_fitted_drafter_equal_the_targets_on_50_prompts() -> None:
     run = next(r for r in read_json("decode/decode.json")["runs"] if r["drafter"] == "fitted")
     drafter, heads = load_run(run)
     random = DSparkDrafter(drafter.config).init_weights(3)
     drafters = {TRAINED: drafter, UNTRAINED: random}
-    decoder = PromptDecoder(tiny_verifier(), heads, drafters, make_recipe(stop_ids=(7,), max_new_tokens=8))
-    rng, result = np.random.default_rng(0), TaskResult()
+    recipe = make_recipe(stop_ids=(7,), max_new_tokens=8, batch_size=8)
+    decoder = PromptDecoder(tiny_verifier(), heads, drafters, recipe)
+    rng, turns = np.random.default_rng(0), []
     for number in range(50):
         context = rng.integers(0, 199, size=rng.integers(1, 24)).tolist()
-        decoder.decode(context, Turn(EvalTask(make_prompt(number), 0.0, with_target=True), 0), result)
-    checks = {check.drafter: check for check in check_greedy(result.decodes)}
+        turns.append(Turn(EvalTask(make_prompt(number), 0.0, with_target=True), 0, tuple(context)))
+    measured = collect(decoder.measure(turns))
+    checks = {check.drafter: check for check in check_greedy(measured.decodes)}
     assert [(c.compared, c.equal) for c in checks.values()] == [(50, 50), (50, 50)]
-    accepted = [r.accepted for r in result.rounds if r.drafter == TRAINED]
+    accepted = [r.accepted for r in measured.rounds if r.drafter == TRAINED]
     assert 0 in accepted  # rejections and acceptances both happened
     assert max(accepted) >= 2
 
@@ -88,15 +104,28 @@ def test_greedy_answers_of_a_fitted_drafter_equal_the_targets_on_50_prompts() ->
 def test_a_task_records_every_round_of_every_drafter() -> None:
     drafter = DSparkDrafter(drafter_config(block_size=3)).init_weights(0)
     decoder = PromptDecoder(tiny_verifier(), tiny_heads(), {TRAINED: drafter}, make_recipe(stop_ids=()))
-    result = TaskResult()
-    decoder.decode([1, 2, 3, 4], Turn(EvalTask(make_prompt(), 1.0, with_target=False), 0), result)
+    result = collect(decoder.measure([Turn(EvalTask(make_prompt(), 1.0, with_target=False), 0, (1, 2, 3, 4))]))
     [row] = result.decodes
     assert (row.drafter, row.temperature, row.domain, row.prompt_id, row.turn) == (TRAINED, 1.0, "chat", "p0", 0)
     assert (row.prompt_tokens, len(row.output_ids), row.finish, row.rounds) == (4, 16, "length", len(result.rounds))
     # Each round starts where the committed tokens end; prefill gave the first.
     positions = [4 + sum(r.emitted for r in result.rounds[:i]) for i in range(len(result.rounds))]
     assert [r.position for r in result.rounds] == positions
+    assert [r.round for r in result.rounds] == list(range(len(result.rounds)))
     assert all(len(r.draft_ids) == 3 and r.proposed == 3 for r in result.rounds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_measurements_do_not_depend_on_the_batch_size(temperature: float, exported: EvalRecipe) -> None:
+    prompts = [make_prompt(number, "What is " + "2 + " * number + "2?") for number in range(5)]
+    tasks = [EvalTask(prompt, temperature, with_target=True) for prompt in prompts]
+
+    def answers(batch_size: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        measured = collect(EvalActor(replace(exported, batch_size=batch_size, top_p=0.9)).run(tasks))
+        measured.sort(tasks)
+        return [(d.prompt_id, d.drafter, d.output_ids) for d in measured.decodes]
+
+    assert answers(1) == answers(4)
 
 
 def test_the_exported_config_decides_and_the_untrained_twin_has_the_training_seed(exported: EvalRecipe) -> None:
@@ -109,32 +138,55 @@ def test_the_exported_config_decides_and_the_untrained_twin_has_the_training_see
 
 
 def test_an_actor_decodes_a_rendered_prompt_with_all_three(exported: EvalRecipe) -> None:
-    actor = EvalActor(exported)
-    result = actor.run(EvalTask(make_prompt(0, "What is 2 + 2?"), 0.0, with_target=True))
+    task = EvalTask(make_prompt(0, "What is 2 + 2?"), 0.0, with_target=True)
+    parts = list(EvalActor(exported).run([task]))
+    result = collect(parts)
     chat = Chat(tokenizer_of(exported.target), {}, (END,))
     assert [d.drafter for d in result.decodes] == [TRAINED, UNTRAINED, TARGET_ALONE]
     assert {d.prompt_tokens for d in result.decodes} == {len(chat.prompt_ids(None, ["What is 2 + 2?"], []))}
     assert all(check.equal == check.compared == 1 for check in check_greedy(result.decodes))
+    assert sum(part.done for part in parts) == count_answers([task], 2) == 3
 
 
 def test_later_turns_continue_the_answer_or_are_counted_as_missing(exported: EvalRecipe) -> None:
     # Every token stops, so each answer is one token long and every turn is reached.
-    prompt = make_prompt(0, "one", "two", "three")
-    everything = replace(exported, stop_ids=tuple(range(VOCAB)), history="rerender")
-    result = EvalActor(everything).run(EvalTask(prompt, 0.0, with_target=False))
-    assert [d.turn for d in result.decodes if d.drafter == TRAINED] == [0, 1, 2]
+    prompts = [make_prompt(0, "one", "two", "three"), make_prompt(1, "four"), make_prompt(2, "five", "six")]
+    tasks = [EvalTask(prompt, 0.0, with_target=False) for prompt in prompts]
+    everything = replace(exported, stop_ids=tuple(range(VOCAB)), history="rerender", batch_size=2)
+    result = collect(EvalActor(everything).run(tasks))
+    result.sort(tasks)
+    mine = [d for d in result.decodes if d.drafter == TRAINED]
+    assert [(d.prompt_id, d.turn) for d in mine] == [("p0", 0), ("p0", 1), ("p0", 2), ("p1", 0), ("p2", 0), ("p2", 1)]
+    assert [(d.prompt_id, d.turn) for d in result.decodes if d.drafter == UNTRAINED] == [
+        (d.prompt_id, d.turn) for d in mine
+    ]
     assert result.rejected == []
-    lengths = [d.prompt_tokens for d in result.decodes if d.drafter == TRAINED]
+    lengths = [d.prompt_tokens for d in mine[:3]]
     assert lengths[0] < lengths[1] < lengths[2]
     # No token stops: the first answer is cut, the two turns behind it are named.
-    cut = EvalActor(replace(exported, stop_ids=())).run(EvalTask(prompt, 0.0, with_target=False))
+    parts = list(EvalActor(replace(exported, stop_ids=())).run(tasks[:1]))
+    cut = collect(parts)
     assert [d.turn for d in cut.decodes if d.drafter == TRAINED] == [0]
     assert len(cut.rejected) == 2
     assert "was cut at 16 tokens" in cut.rejected[0]
+    assert sum(part.done for part in parts) == count_answers(tasks[:1], 2)
+
+
+def test_a_later_turns_context_is_the_first_drafters_answer(exported: EvalRecipe) -> None:
+    chat = Chat(tokenizer_of(exported.target), {}, tuple(range(VOCAB)))
+    task = EvalTask(make_prompt(0, "one", "two"), 0.0, with_target=True)
+    recipe = replace(exported, stop_ids=tuple(range(VOCAB)), history="append")
+    result = collect(EvalActor(recipe).run([task]))
+    result.sort([task])
+    first, second = (d for d in result.decodes if d.drafter == TRAINED)
+    so_far = [*chat.prompt_ids(None, ["one"], []), *first.output_ids]
+    assert second.prompt_tokens == len(so_far) + len(chat.encode(chat.delta_text(None, ["one", "two"])))
+    assert [d.prompt_tokens for d in result.decodes if d.turn == 1] == [second.prompt_tokens] * 3
 
 
 def test_a_prompt_without_room_is_rejected_with_its_numbers(exported: EvalRecipe) -> None:
-    result = EvalActor(replace(exported, max_length=20)).run(EvalTask(make_prompt(), 0.0, with_target=True))
+    task = EvalTask(make_prompt(), 0.0, with_target=True)
+    result = collect(EvalActor(replace(exported, max_length=20)).run([task]))
     assert result.decodes == []
     assert "exceed max_length 20" in result.rejected[0]
 

@@ -15,13 +15,15 @@ import torch
 from jobs.evaluate_drafter import main
 from model.drafter import DSparkDrafter
 from model.export import save_drafter
-from pipeline.acceptance import GreedyCheck
+from pipeline.acceptance import GreedyCheck, summarise
 from pipeline.config import Config, dump_config
 from pipeline.drafter_check import current_identity
 from pipeline.errors import ConfigError, EvaluationFailed
-from pipeline.evaluate import add_agreement, make_tasks, output_folder, read_held_out, require_lossless, run_evaluation
+from pipeline.evaluate import add_agreement, flag_useless, output_folder, require_lossless, run_evaluation
+from pipeline.held_out import find_leak, make_chunks, make_tasks, read_held_out
 from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
+from tests.pipeline.test_acceptance import GAMMA, make_round
 from tests.pipeline.test_eval_actor import make_prompt
 from tests.pipeline.test_report import make_report
 
@@ -66,6 +68,35 @@ def test_tasks_cover_prompts_and_temperatures_and_bound_the_targets_share() -> N
         ("p2", 1.0, True),
     ]
     assert all(task.with_target for task in make_tasks(prompts, (0.0,), None))
+
+
+def test_chunks_hold_one_temperature_and_occupy_every_actor() -> None:
+    tasks = list(make_tasks([make_prompt(i) for i in range(10)], (0.0, 1.0), None))
+    chunks = make_chunks(tasks, num_actors=3, batch_size=2)
+    assert [len(chunk) for chunk in chunks] == [4, 4, 2, 4, 4, 2]
+    assert all(len({task.temperature for task in chunk}) == 1 for chunk in chunks)
+    assert sorted(repr(task) for chunk in chunks for task in chunk) == sorted(map(repr, tasks))
+    assert max(len(chunk) for chunk in make_chunks(tasks, num_actors=1, batch_size=1)) == 4
+
+
+def test_prompts_that_were_trained_on_are_named(evaluation: Callable[..., Config], tmp_path: Path) -> None:
+    training = tmp_path / "training.jsonl"
+    training.write_text('{"id": "x", "prompt": "B  1"}\n{"id": "y", "turns": ["A 2", "more"]}\n{"broken"\n')
+    config = evaluation(ROWS)
+    prompts = config.prompts.model_copy(update={"sources": (str(training),)})
+    config = config.model_copy(update={"prompts": prompts})
+    leak = find_leak(config, read_held_out(config).prompts)
+    assert (leak.compared, leak.prompt_ids, leak.problem) == (3, ("a-2", "b-1"), None)
+    gone = config.model_copy(update={"prompts": prompts.model_copy(update={"sources": ("nowhere.jsonl",)})})
+    assert "nowhere.jsonl: no such file" in (find_leak(gone, read_held_out(config).prompts).problem or "")
+
+
+def test_a_drafter_that_contributes_nothing_is_called_so() -> None:
+    useless = [make_round(0, prompt=f"m{i}") for i in range(4)]
+    summaries = tuple(summarise(useless, block_size=GAMMA, seed=0))
+    warned = flag_useless(make_report(acceptance=summaries)).warnings
+    assert "contributes nothing at temperature 0: τ 1.00" in warned[0]
+    assert flag_useless(make_report()).warnings == ()
 
 
 def test_agreement_takes_the_temperature_nearest_to_training() -> None:
@@ -113,7 +144,7 @@ def test_job_measures_an_exported_drafter_and_writes_everything(
     assert main(["--config", str(file)]) == 0
 
     shown = capfd.readouterr().out
-    assert "evaluate     4/4 prompts (100 %)" in shown
+    assert "evaluate     12/12 answers (100 %)" in shown
     for title in ("Accepted length per domain", "Acceptance by position", "Untrained vs trained"):
         assert title in shown
     data = json.loads((output_folder(config) / "report.json").read_text())

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from pipeline.acceptance import GreedyCheck, SpeedSummary, summarise
+from pipeline.acceptance import GreedyCheck, SpeedSummary, break_down, summarise
 from pipeline.report import (
     EvaluationReport,
     TauAgreement,
@@ -31,6 +31,8 @@ def make_report(**changes) -> EvaluationReport:
         "block_size": GAMMA,
         "settings": {"max_new_tokens": 8, "prompts": ["a|b.jsonl"]},
         "acceptance": tuple(summarise(rounds, block_size=GAMMA, seed=0)),
+        "breakdowns": tuple(break_down(rounds, block_size=GAMMA, seed=0)),
+        "sweep": (),
         "speed": (
             SpeedSummary(
                 drafter="trained",

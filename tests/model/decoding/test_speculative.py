@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from model.decoding.speculative import DecodeConfig, DecodeResult, speculative_decode, target_decode
+from model.decoding.drafting import BlockDrafter, Drafter, Proposal
+from model.decoding.sampling import Sampling, warp
+from model.decoding.speculative import (
+    BatchDecoder,
+    DecodeConfig,
+    DecodeResult,
+    Request,
+    decode_all,
+    speculative_decode,
+    target_decode,
+)
 from model.drafter import DSparkDrafter
 from model.errors import DecodingError
 from model.target_heads import TargetHeads
-from pipeline.engines.hf import HfVerifier
+from pipeline.engines.hf_verifier import HfVerifier
 from tests.golden_data import drafter_config, read_json, split_state, tensors, tiny_heads
 from tests.tiny_target import TableVerifier, tiny_verifier
 
+# 99.9 % quantiles by degrees of freedom.
+CHI_SQUARE_999 = dict(enumerate((10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32, 26.12, 27.88, 29.59), start=1))
+CHI_SQUARE_999 |= dict(enumerate((31.26, 32.91, 34.53, 36.12, 37.70, 39.25, 40.79, 42.31, 43.82, 45.31), start=11))
 GOLDEN_DECODE = read_json("decode/decode.json")
 RUNS = {run["name"]: run for run in GOLDEN_DECODE["runs"]}
 
@@ -44,18 +59,17 @@ def greedy(**overrides: Any) -> DecodeConfig:
     return DecodeConfig(**{**settings, **overrides})
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_golden_run(name: str, verifier: HfVerifier) -> None:
-    run = RUNS[name]
-    drafter, heads = load_run(run)
-    prompt = GOLDEN_DECODE["prompts"][run["prompt"]]
-    config = greedy(
+def run_config(run: dict[str, Any]) -> DecodeConfig:
+    return greedy(
         # The reference stops only when MORE than max_new_tokens exist, and cuts the output afterwards.
         max_new_tokens=run["max_new_tokens"] + 1,
         stop_ids=frozenset(run["stop_token_ids"] or ()),
         confidence_threshold=run["confidence_threshold"],
     )
-    result = speculative_decode(verifier, drafter, heads, prompt, config)
+
+
+def check_run(run: dict[str, Any], result: DecodeResult) -> None:
+    prompt = GOLDEN_DECODE["prompts"][run["prompt"]]
     assert prompt + result.output_ids[: run["max_new_tokens"]] == run["output_ids"]
     assert [r.emitted for r in result.rounds] == run["acceptance_lengths"]
     assert [r.proposed for r in result.rounds] == run["proposal_lengths"]
@@ -68,6 +82,32 @@ def test_golden_run(name: str, verifier: HfVerifier) -> None:
     assert result.accepted_length == pytest.approx(np.mean(run["acceptance_lengths"]))
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_golden_run(name: str, verifier: HfVerifier) -> None:
+    run = RUNS[name]
+    drafter, heads = load_run(run)
+    prompt = GOLDEN_DECODE["prompts"][run["prompt"]]
+    check_run(run, speculative_decode(verifier, drafter, heads, prompt, run_config(run)))
+
+
+def test_golden_runs_hold_in_one_batch(verifier: HfVerifier) -> None:
+    """Runs that share a drafter and its settings, decoded together: they join, differ in length and leave."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in RUNS.values():
+        key = str(
+            [run[k] for k in ("state_files", "block_size", "max_new_tokens", "stop_token_ids", "confidence_threshold")]
+        )
+        groups.setdefault(key, []).append(run)
+    assert max(len(runs) for runs in groups.values()) >= 3
+    for runs in groups.values():
+        drafter, heads = load_run(runs[0])
+        config = run_config(runs[0])
+        decoder = BatchDecoder(verifier, BlockDrafter(drafter, heads), config, batch_size=2)
+        results = decode_all(decoder, [Request(GOLDEN_DECODE["prompts"][run["prompt"]]) for run in runs])
+        for run, result in zip(runs, results, strict=True):
+            check_run(run, result)
+
+
 def test_raw_rounds_are_golden(verifier: HfVerifier) -> None:
     raw = tensors("decode/raw_rounds")
     for name in {key.split(".round")[0] for key in raw}:
@@ -75,30 +115,125 @@ def test_raw_rounds_are_golden(verifier: HfVerifier) -> None:
         drafter, heads = load_run(run)
         prompt = GOLDEN_DECODE["prompts"][run["prompt"]]
         with torch.no_grad():
-            _, states = verifier.start(prompt)
-            cache = drafter.new_cache()
-            drafter.append_context(cache, states)
-            hidden = drafter.draft_block(cache, run["rounds"][0]["anchor_token"], heads)
-        assert torch.allclose(hidden, raw[f"{name}.round0.block_hidden"], atol=2e-5)
-        assert torch.allclose(heads.logits(hidden), raw[f"{name}.round0.base_logits"], atol=2e-5)
+            verifier.keep([])
+            block = BlockDrafter(drafter, heads)
+            block.add(verifier.add([prompt]).hidden, [prompt])
+            hidden = block.block_states([run["rounds"][0]["anchor_token"]])
+        assert torch.allclose(hidden[0], raw[f"{name}.round0.block_hidden"], atol=2e-5)
+        assert torch.allclose(heads.logits(hidden[0]), raw[f"{name}.round0.base_logits"], atol=2e-5)
         previous = torch.tensor([run["rounds"][0]["anchor_token"], *run["rounds"][0]["draft_tokens"][:-1]])
-        features = drafter.head_outputs(hidden[None], previous[None]).features_AKR
-        logits = drafter.draft_logits(hidden[None], features, heads)[0]
+        features = drafter.head_outputs(hidden, previous[None]).features_AKR
+        logits = drafter.draft_logits(hidden, features, heads)[0]
         assert torch.allclose(logits, raw[f"{name}.round0.draft_logits"], atol=2e-5)
 
 
-@pytest.mark.parametrize("markov_head_type", ["vanilla", "rnn"])
-def test_greedy_output_is_the_targets_own_for_random_drafters(markov_head_type: str, verifier: HfVerifier) -> None:
+PROMPTS = 50
+FITTED = next(run for run in RUNS.values() if run["drafter"] == "fitted" and run["markov_head_type"] == "vanilla")
+
+
+class Adversary:
+    """A drafter that proposes what it has been told the target will NOT say (or, every other block, noise)."""
+
+    block_size, captured_width, has_confidence = 5, 192, False
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self._answers, self._prompts, self._lengths = answers, list[int](), list[int]()
+
+    def add(self, hidden_BnC: Tensor, token_ids: Sequence[Sequence[int]]) -> None:
+        self._prompts += [hash(tuple(ids)) for ids in token_ids]
+        self._lengths += [0 for _ in token_ids]
+
+    def commit(self, hidden_BnC: Tensor, token_ids: Sequence[Sequence[int]]) -> None:
+        self._lengths = [n + len(ids) for n, ids in zip(self._lengths, token_ids, strict=True)]
+
+    def propose(self, anchor_ids: Sequence[int], sampling: Sampling, uniforms_BK: Tensor) -> Proposal:
+        drafts = []
+        for prompt, length in zip(self._prompts, self._lengths, strict=True):
+            coming = [*self._answers[prompt][length + 1 :], *range(self.block_size)][: self.block_size]
+            wrong = length % self.block_size  # right up to here, then wrong
+            drafts.append([t if k < wrong else (t + 1) % 199 for k, t in enumerate(coming)])
+        return Proposal(torch.tensor(drafts), None, None)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._prompts = [self._prompts[row] for row in rows]
+        self._lengths = [self._lengths[row] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def fifty(verifier: HfVerifier) -> tuple[DecodeConfig, list[Request], list[list[int]]]:
+    """Prompts of different lengths, and the target's own greedy answers, one prompt at a time."""
+    rng = np.random.default_rng(1)
+    requests = [Request(rng.integers(0, 199, size=rng.integers(1, 24)).tolist()) for _ in range(PROMPTS)]
+    config = greedy(max_new_tokens=10, stop_ids=frozenset({7, 11}))
+    results = decode_all(BatchDecoder(verifier, None, config, batch_size=1), requests)
+    return config, requests, [result.output_ids for result in results]
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("kind", ["trained", "random", "adversarial"])
+def test_greedy_output_is_the_targets_own_on_fifty_prompts(
+    kind: str,
+    batch_size: int,
+    verifier: HfVerifier,
+    fifty: tuple[DecodeConfig, list[Request], list[list[int]]],
+) -> None:
+    config, requests, answers = fifty
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "trained": lambda: BlockDrafter(*load_run(FITTED)),
+        "random": lambda: BlockDrafter(
+            DSparkDrafter(drafter_config(sample_from_anchor=False)).init_weights(3), tiny_heads()
+        ),
+        "adversarial": lambda: Adversary(
+            {hash(tuple(q.prompt_ids)): ids for q, ids in zip(requests, answers, strict=True)}
+        ),
+    }
+    decoder = BatchDecoder(verifier, drafters[kind](), config, batch_size=batch_size)
+    results = decode_all(decoder, requests)
+    assert [r.output_ids for r in results] == answers
+    accepted = {r.accepted for result in results for r in result.rounds}
+    assert 0 in accepted
+    assert kind == "random" or max(accepted) >= 2
+
+
+def test_the_target_in_a_batch_is_the_target_alone(
+    verifier: HfVerifier, fifty: tuple[DecodeConfig, list[Request], list[list[int]]]
+) -> None:
+    config, requests, answers = fifty
+    results = decode_all(BatchDecoder(verifier, None, config, batch_size=8), requests)
+    assert [r.output_ids for r in results] == answers
+    assert all(r.rounds == [] and r.seconds.draft == 0 for r in results)
+
+
+@pytest.mark.parametrize("markov_head_type", ["vanilla", "gated", "rnn", "none"])
+def test_greedy_output_is_the_targets_own_for_every_layout(markov_head_type: str, verifier: HfVerifier) -> None:
     rng = np.random.default_rng(1)
     heads = tiny_heads()
-    for index in range(50):
-        sizes: dict[str, Any] = {"block_size": 1 + index % 9, "sample_from_anchor": index % 3 != 0}
+    for index in range(6):
+        sizes: dict[str, Any] = {"block_size": 1 + 2 * index, "sample_from_anchor": index % 3 != 0}
+        if markov_head_type == "none":
+            sizes |= {"markov_rank": 0, "confidence_head_with_markov": False}
         drafter = DSparkDrafter(drafter_config(markov_head_type=markov_head_type, **sizes)).init_weights(index)
-        prompt = rng.integers(0, 199, size=rng.integers(1, 20)).tolist()
+        requests = [Request(rng.integers(0, 199, size=rng.integers(1, 20)).tolist()) for _ in range(4)]
         stop_ids = frozenset(rng.integers(0, 199, size=2).tolist())
         config = greedy(max_new_tokens=12, stop_ids=stop_ids, confidence_threshold=0.45 * (index % 2))
-        expected = target_decode(verifier, prompt, config).output_ids
-        assert speculative_decode(verifier, drafter, heads, prompt, config).output_ids == expected
+        expected = [target_decode(verifier, request.prompt_ids, config).output_ids for request in requests]
+        decoder = BatchDecoder(verifier, BlockDrafter(drafter, heads), config, batch_size=3)
+        assert [result.output_ids for result in decode_all(decoder, requests)] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_do_not_depend_on_the_batch(temperature: float, verifier: HfVerifier) -> None:
+    drafter, heads = load_run(FITTED)
+    rng = np.random.default_rng(2)
+    requests = [Request(rng.integers(0, 199, size=n).tolist(), seed=n) for n in (3, 17, 1, 9, 30, 4, 12)]
+    config = greedy(max_new_tokens=24, temperature=temperature, top_p=0.9, top_k=50)
+
+    def rounds(batch_size: int) -> list[list[tuple[int, ...]]]:
+        decoder = BatchDecoder(verifier, BlockDrafter(drafter, heads), config, batch_size=batch_size)
+        results = decode_all(decoder, requests)
+        return [[(r.position, *r.draft_ids, r.accepted, r.emitted) for r in result.rounds] for result in results]
+
+    assert rounds(1) == rounds(3) == rounds(8)
 
 
 def toy(block_size: int, *, seed: int) -> tuple[TableVerifier, DSparkDrafter, TargetHeads]:
@@ -116,27 +251,38 @@ def toy(block_size: int, *, seed: int) -> tuple[TableVerifier, DSparkDrafter, Ta
     return TableVerifier(table, 8), drafter, heads
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_sampled_output_has_the_targets_distribution(threshold: float) -> None:
+@pytest.mark.parametrize(
+    ("threshold", "top_p", "top_k"), [(0.0, 1.0, -1), (0.5, 1.0, -1), (0.0, 0.8, -1), (0.0, 1.0, 3), (0.5, 0.9, 4)]
+)
+def test_sampled_output_has_the_targets_distribution(threshold: float, top_p: float, top_k: int) -> None:
     verifier, drafter, heads = toy(3, seed=7)
+    config = DecodeConfig(
+        max_new_tokens=100,
+        temperature=1.0,
+        top_p=top_p,
+        top_k=top_k,
+        stop_ids=frozenset(),
+        seed=0,
+        confidence_threshold=threshold,
+    )
+    requests = [Request([seed % 5], seed=seed) for seed in range(60)]
+    results = decode_all(BatchDecoder(verifier, BlockDrafter(drafter, heads), config, batch_size=16), requests)
     transitions = np.zeros((5, 5))
-    rounds = accepted = proposed = 0
-    for seed in range(40):
-        config = DecodeConfig(
-            max_new_tokens=100, temperature=1.0, stop_ids=frozenset(), seed=seed, confidence_threshold=threshold
-        )
-        result = speculative_decode(verifier, drafter, heads, [seed % 5], config)
-        chain = [seed % 5, *result.output_ids]
+    for request, result in zip(requests, results, strict=True):
+        chain = [*request.prompt_ids, *result.output_ids]
         np.add.at(transitions, (chain[:-1], chain[1:]), 1)
-        rounds += len(result.rounds)
-        accepted += sum(r.accepted for r in result.rounds)
-        proposed += sum(r.proposed for r in result.rounds)
+    rounds = [r for result in results for r in result.rounds]
+    accepted, proposed = sum(r.accepted for r in rounds), sum(r.proposed for r in rounds)
     assert 0.05 < accepted / proposed < 0.95, "the test must see accepted and rejected drafts"
     if threshold:
-        assert proposed < 3 * rounds, "the threshold must hold something back"
-    expected = torch.softmax(verifier.table, dim=-1).double().numpy() * transitions.sum(axis=1, keepdims=True)
-    chi_square = ((transitions - expected) ** 2 / expected).sum()
-    assert chi_square < 45.3  # the 99.9 % quantile with 5 * 4 degrees of freedom
+        assert proposed < 3 * len(rounds), "the threshold must hold something back"
+    p = warp(verifier.table, config.sampling).double().numpy()
+    if top_p < 1 or top_k > 0:
+        assert (p == 0).any(), "the test must cut something off"
+    assert not transitions[p == 0].any()
+    expected = p * transitions.sum(axis=1, keepdims=True)
+    chi_square = ((transitions - expected)[p > 0] ** 2 / expected[p > 0]).sum()
+    assert chi_square < CHI_SQUARE_999[int((p > 0).sum()) - 5]
 
 
 def test_seed_decides_a_sampled_run() -> None:
@@ -157,8 +303,7 @@ def test_verifier_and_draft_cache_stay_in_step() -> None:
     positions = [r.position for r in result.rounds]
     assert positions[0] == 3
     assert [b - a for a, b in itertools.pairwise(positions)] == [r.emitted for r in result.rounds[:-1]]
-    # The target has read everything that was accepted, and not the last bonus token.
-    assert len(verifier.ids) == positions[-1] + result.rounds[-1].emitted
+    assert verifier.rows == [], "a finished request leaves nothing behind"
 
 
 def test_stop_token_from_prefill_needs_no_round() -> None:

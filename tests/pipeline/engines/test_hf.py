@@ -82,19 +82,6 @@ def test_length_batches_hold_every_index_once_and_the_budget(lengths: list[int],
         assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= budget
 
 
-def test_the_verifier_equals_a_full_forward(model: torch.nn.Module) -> None:
-    verifier = hf.HfVerifier(model, [0, 2])
-    ids = SEQUENCES[1]
-    verifier.start(ids[:3])
-    verifier.extend([99, 98])
-    verifier.crop(3)
-    logits, hidden = verifier.extend(ids[3:])
-    reference = model(torch.tensor([ids]), output_hidden_states=True)
-    torch.testing.assert_close(logits, reference.logits[0, 3:], rtol=1e-4, atol=1e-4)
-    expected = torch.cat([reference.hidden_states[1][0, 3:], reference.hidden_states[3][0, 3:]], dim=-1)
-    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_check_layer_ids() -> None:
     facts = {"num_hidden_layers": LAYERS}
     hf.check_layer_ids([-1, 0, LAYERS - 2], facts)
