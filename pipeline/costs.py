@@ -1,0 +1,207 @@
+"""Measuring what a step costs: the real target with a key/value cache, and the real drafter, on the present device.
+
+Weights do not change what a forward pass costs, so before training a drafter with fresh ones stands in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from model.decoding.chain_drafting import make_drafter
+from model.decoding.cost_table import CostTable, measure, save_cost_table
+from model.decoding.drafting import Drafter
+from model.decoding.sampling import Sampling
+from model.export import load_drafter
+from model.family import AnyDrafter, new_drafter
+from model.target_heads import load_target_heads
+from pipeline.cluster import has_accelerators, ray_session, session_logs
+from pipeline.config import Config
+from pipeline.engines.hf import load_target, resolve_target, torch_dtype, worker_section
+from pipeline.errors import EvaluationFailed
+from pipeline.serving import COSTS, busy_warnings, cost_table_path
+from pipeline.serving_plots import plot_cost_table, save_png
+from pipeline.train.recipe import drafter_config
+from pipeline.work import own_error
+
+DRAFTER = "drafter"
+_DRAFTED_REQUESTS = (1, 2, 4, 8)
+_DENSE, _PER_OCTAVE = 32, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostRecipe:
+    """What the measuring process needs; travels to a worker."""
+
+    config: Config
+    device: str
+
+
+def run_measurement(config: Config, *, dry_run: bool = False, console: Console | None = None) -> CostTable | None:
+    """Measure where Ray has the accelerator; write the table and its picture beside it. None after a dry run.
+
+    Raises ConfigError for a target that cannot be loaded, EvaluationFailed when the measuring process dies.
+    """
+    console = console or Console()
+    path = cost_table_path(config)
+    section = config.cost
+    sizes = token_counts(section.max_tokens)
+    console.print(
+        f"measure: {config.target.path} at {len(sizes)} sizes from 1 to {sizes[-1]} tokens, {section.context_tokens} "
+        f"tokens of context, {section.repeats} repeats, and {_drafter_name(config)}",
+        highlight=False,
+    )
+    if dry_run:
+        resolve_target(config.target)
+        return None
+    with ray_session(config.cluster):
+        table = _measure_on_ray(config)
+    save_cost_table(table, path)
+    picture = save_png(plot_cost_table(table), path.with_name(COSTS))
+    for size in (1, 8, 64, table.max_tokens):
+        if size <= table.max_tokens:
+            console.print(f"{size:>5} tokens: {1e3 / table.at(size):9.2f} ms, {table.at(size):8.2f} steps per second")
+    console.print(
+        f"drafting: {1e3 * table.draft_seconds:.2f} ms per pass + {1e6 * table.draft_seconds_per_token:.1f} µs per "
+        "position"
+    )
+    for warning in busy_warnings(table):
+        console.print(f"warning: {warning}", style="bold red", highlight=False, markup=False)
+    console.print(f"cost table: {path}; picture: {picture}")
+    return table
+
+
+def token_counts(max_tokens: int) -> list[int]:
+    """Sizes to measure: every one up to 32, then 16 per octave, and the largest."""
+    sizes = list(range(1, min(_DENSE, max_tokens) + 1))
+    while sizes[-1] < max_tokens:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(min(sizes[-1] + octave // _PER_OCTAVE, max_tokens))
+    return sizes
+
+
+def measure_costs(recipe: CostRecipe) -> CostTable:
+    """Measure in this process.
+
+    A step is one sequence's B tokens behind `context_tokens` in the cache, with logits and captured layers for all B,
+    as verification needs them. Drafting is timed for batches of whole blocks and written as a line in their positions.
+    """
+    from pipeline.engines.hf_verifier import HfVerifier
+
+    config, section = recipe.config, recipe.config.cost
+    torch.set_num_threads(section.threads or len(os.sched_getaffinity(0)))
+    target = load_target(config.target, recipe.device)
+    model = _drafter(config).to(recipe.device, torch_dtype(config.target)).eval()
+    verifier = HfVerifier(target, model.config.target_layer_ids)
+    context = [int(token) % model.config.vocab_size for token in range(1, section.context_tokens + 1)]
+    hidden = verifier.add([context]).hidden
+
+    def step(tokens: int) -> None:
+        verifier.extend([[context[at % len(context)] for at in range(tokens)]])
+        verifier.crop([len(context)])
+        _wait(recipe.device)
+
+    sizes = token_counts(section.max_tokens)
+    seconds = measure(step, sizes, repeats=section.repeats, warm_up=section.warm_up)
+    heads = load_target_heads(
+        resolve_target(config.target), dtype=model.dtype, device=recipe.device, draft_ids=model.draft_ids
+    )
+    start, slope = _measure_drafting(lambda: make_drafter(model, heads), hidden, context, recipe)
+    return CostTable(
+        device=device_name(recipe.device),
+        target=Path(config.target.path).name,
+        kind="measured",
+        context_tokens=section.context_tokens,
+        tokens=tuple(sizes),
+        steps_per_second=tuple(1.0 / second for second in seconds),
+        draft_seconds=start,
+        draft_seconds_per_token=slope,
+        note=f"{config.name}, {config.target.dtype}, {_drafter_name(config)}, transformers",
+    )
+
+
+@torch.no_grad()
+def _measure_drafting(
+    fresh: Callable[[], Drafter], hidden_1TC: torch.Tensor, context: list[int], recipe: CostRecipe
+) -> tuple[float, float]:
+    """Seconds of a drafting pass and per position on top, by least squares over batches of requests."""
+    drafters = {}
+    for requests in _DRAFTED_REQUESTS:
+        drafters[requests] = fresh()
+        drafters[requests].add(hidden_1TC.expand(requests, -1, -1), [context] * requests)
+    block = drafters[1].block_size
+
+    def draft(requests: int) -> None:
+        uniforms = torch.zeros(requests, block, device=recipe.device)
+        drafters[requests].propose([context[0]] * requests, Sampling(temperature=0.0), uniforms)
+        _wait(recipe.device)
+
+    section = recipe.config.cost
+    seconds = measure(draft, _DRAFTED_REQUESTS, repeats=section.repeats, warm_up=section.warm_up)
+    return fit_line([requests * block for requests in _DRAFTED_REQUESTS], seconds)
+
+
+def fit_line(positions: list[int], seconds: list[float]) -> tuple[float, float]:
+    """Intercept and slope, neither below 0, of seconds by positions."""
+    slope, start = np.polyfit(positions, seconds, 1)
+    if start < 0:  # through the origin then
+        return 0.0, float(np.dot(positions, seconds) / np.dot(positions, positions))
+    return (float(start), float(slope)) if slope > 0 else (float(np.mean(seconds)), 0.0)
+
+
+def device_name(device: str) -> str:
+    """What the numbers were measured on, for people."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _drafter(config: Config) -> AnyDrafter:
+    """The exported drafter, or before there is one its untrained twin."""
+    folder = Path(config.training.output) / DRAFTER
+    if (folder / "config.json").is_file():
+        return load_drafter(folder)
+    return new_drafter(drafter_config(config)).init_weights(config.training.seed)
+
+
+def _drafter_name(config: Config) -> str:
+    folder = Path(config.training.output) / DRAFTER
+    return (
+        f"the drafter {folder}" if (folder / "config.json").is_file() else "an untrained drafter of the config's shape"
+    )
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _measure_on_ray(config: Config) -> CostTable:
+    import ray
+
+    section = config.cost
+    gpus = section.gpus if has_accelerators() else 0.0
+    absolute = config.training.model_copy(update={"output": str(Path(config.training.output).absolute())})
+    local = config.model_copy(update={"target": worker_section(config.target), "training": absolute})
+    recipe = CostRecipe(config=local, device="cuda" if gpus else "cpu")
+    remote: Any = ray.remote(measure_costs)
+    try:
+        table: CostTable = ray.get(remote.options(num_cpus=section.cpus, num_gpus=gpus).remote(recipe))
+    except ray.exceptions.RayError as error:
+        known = own_error(error)
+        if known is not None:
+            raise known from error
+        line = str(error).strip().splitlines()[-1]
+        raise EvaluationFailed(f"measure: the measuring process failed: {line}; see {session_logs()}") from error
+    return table
