@@ -10,11 +10,11 @@ import numpy as np
 from cache_store import codec, index
 from cache_store.calibration import CALIBRATION, digest_of, field_codecs, load_calibration
 from cache_store.containers import open_layout
-from cache_store.errors import CacheError, NotFound
+from cache_store.errors import CacheError, NotFound, ObjectEndsEarly
 from cache_store.fields import FieldCodecs
 from cache_store.identity import fingerprint
-from cache_store.ledger import summaries
-from cache_store.manifest import COMMITS, MANIFEST, SHARDS, Manifest, SampleRecord, ShardRecord
+from cache_store.ledger import parse_rejects, record_names, summaries
+from cache_store.manifest import MANIFEST, REJECTS, SHARDS, Manifest, SampleRecord, ShardRecord
 from cache_store.schema import CacheSpec
 from cache_store.shard import ShardLayout, StoredSample, checksum, needed_positions, supervised_spans
 from cache_store.storage import TEMPORARY, Storage
@@ -26,12 +26,14 @@ class Finding:
     """One thing that is wrong."""
 
     kind: str
-    """Damage: bad-record, wrong-settings, missing-shard, wrong-size, checksum, wrong-layout, wrong-counts, id-mismatch,
-    wrong-tokens, not-finite, bad-calibration, bad-manifest, not-sealed. orphan: left over from a crash, seen by no
-    reader."""
+    """Damage: bad-record, missing-record, wrong-settings, missing-shard, wrong-size, checksum, wrong-layout,
+    wrong-counts, id-mismatch, wrong-tokens, not-finite, bad-calibration, bad-rejects, bad-manifest, not-sealed.
+    orphan: left over from a crash, seen by no reader."""
     name: str
     """Object, below the cache's root."""
     detail: str
+    sample_id: str | None = None
+    """The damaged sample, where the damage is one sample's."""
 
     @property
     def damage(self) -> bool:
@@ -54,22 +56,37 @@ class AuditReport:
         return any(finding.damage for finding in self.findings)
 
 
+@dataclass(frozen=True, slots=True)
+class AuditProgress:
+    """How far a verification is."""
+
+    shards_done: int
+    shards: int
+    bytes_done: int
+    num_bytes: int
+    damaged_shards: int
+
+
 def verify_cache(
-    storage: Storage, *, quick: bool = False, progress: Callable[[int, int], None] | None = None
+    storage: Storage, *, quick: bool = False, progress: Callable[[AuditProgress], None] | None = None
 ) -> AuditReport:
     """Check a cache against its records: damage is reported, not raised. Reads every byte unless `quick`.
 
-    progress is called with (shards done, shards in all). Raises NotFound when there is no cache at this place.
+    progress is called after every shard. One shard is in memory at a time. Raises NotFound when there is no cache at
+    this place, CacheError when its cache.json is unreadable, StorageError when the storage gives up.
     """
     spec = load_spec(storage)
-    records, findings = _records(storage)
+    records, findings = read_records(storage)
     known, problems = _known(storage, spec, bool(records))
     findings += problems
     sizes = {info.name: info.size for info in storage.list(SHARDS)}
+    total, done, damaged = sum(record.num_bytes for record in records), 0, 0
     for number, record in enumerate(records, start=1):
-        findings += _check_shard(storage, known, record, sizes.get(record.name), quick)
+        found = _check_shard(storage, known, record, sizes.get(record.name), quick)
+        findings += found
+        done, damaged = done + record.num_bytes, damaged + bool(found)
         if progress is not None:
-            progress(number, len(records))
+            progress(AuditProgress(number, len(records), done, total, damaged))
     recorded = {record.name for record in records}
     extra = sizes | {info.name: info.size for info in storage.list(f"{TEMPORARY}/")}
     findings += [
@@ -80,14 +97,15 @@ def verify_cache(
     return AuditReport(
         shards=len(records),
         samples=sum(record.num_samples for record in records),
-        num_bytes=sum(record.num_bytes for record in records),
-        findings=(*findings, *_check_manifest(storage, spec, records)),
+        num_bytes=total,
+        findings=(*findings, *_check_rejects(storage), *_check_manifest(storage, spec, records)),
     )
 
 
-def _records(storage: Storage) -> tuple[list[ShardRecord], list[Finding]]:
+def read_records(storage: Storage) -> tuple[list[ShardRecord], list[Finding]]:
+    """All records that can be read, and what is wrong with the others."""
     records, findings = [], []
-    names = [info.name for info in storage.list(COMMITS)]
+    names = record_names(storage)
     for name, text in zip(names, storage.read_many(names), strict=True):
         try:
             record = ShardRecord.from_json(text, name)
@@ -96,6 +114,7 @@ def _records(storage: Storage) -> tuple[list[ShardRecord], list[Finding]]:
             continue
         if record_name(record.name) != name:
             findings.append(Finding("bad-record", name, f"is a record of {record.name}"))
+            continue
         records.append(record)
     return records, findings
 
@@ -126,19 +145,36 @@ def _check_shard(storage: Storage, known: _Known, record: ShardRecord, size: int
         found.append(Finding("wrong-settings", record.name, f"written under {record.fingerprint[:12]}"))
     if known.codecs is not None and record.calibration != known.calibration:
         found.append(Finding("wrong-settings", record.name, f"written with channel scales {record.calibration}"))
+    if size is None:  # a listing may lag behind: ask for the object itself
+        try:
+            size = storage.size(record.name)
+        except NotFound:
+            size = None
     if size is None:
         found.append(Finding("missing-shard", record.name, f"record says {record.num_bytes:,} bytes"))
     elif size != record.num_bytes:
         found.append(Finding("wrong-size", record.name, f"{size:,} bytes, record says {record.num_bytes:,}"))
     elif not quick:
-        found += [Finding(kind, record.name, text) for kind, text in _check_content(storage, known, record)]
+        found += [Finding(kind, record.name, *facts) for kind, *facts in _check_content(storage, known, record)]
     return found
 
 
-def _check_content(storage: Storage, known: _Known, record: ShardRecord) -> list[tuple[str, str]]:
-    """(kind, detail) of everything wrong with a shard of the right size."""
-    found = []
-    content = memoryview(storage.read(record.name))
+def _read_shard(storage: Storage, record: ShardRecord) -> bytes:
+    content = storage.read_range(record.name, 0, record.num_bytes)
+    if checksum(content) != record.checksum:  # once more: perhaps it was damaged on its way
+        content = storage.read_range(record.name, 0, record.num_bytes)
+    return content
+
+
+def _check_content(storage: Storage, known: _Known, record: ShardRecord) -> list[tuple[str, ...]]:
+    """(kind, detail) or (kind, detail, sample id) of everything wrong with a shard of the right size."""
+    found: list[tuple[str, ...]] = []
+    try:
+        content = memoryview(_read_shard(storage, record))
+    except NotFound as error:
+        return [("missing-shard", str(error))]
+    except ObjectEndsEarly as error:
+        return [("wrong-size", str(error))]
     if (crc := checksum(content)) != record.checksum:
         found.append(("checksum", f"crc32c {crc}, record says {record.checksum}"))
     try:
@@ -149,8 +185,8 @@ def _check_content(storage: Storage, known: _Known, record: ShardRecord) -> list
     if problems := layout.problems(known.spec, len(content), ranges):
         return [*found, *problems]
     for row, sample in enumerate(record.samples):
-        problems = _check_row(known, layout, row, (sample, content))
-        found += [(kind, f"sample {sample.sample_id!r}: {text}") for kind, text in problems]
+        for kind, text in _check_row(known, layout, row, (sample, content)):
+            found.append((kind, f"sample {sample.sample_id!r}: {text}", sample.sample_id))
     return found
 
 
@@ -198,17 +234,34 @@ def _check_sample(known: _Known, sample: SampleRecord, stored: StoredSample) -> 
     return found
 
 
+def _check_rejects(storage: Storage) -> list[Finding]:
+    findings = []
+    names = [info.name for info in storage.list(REJECTS) if info.name.endswith(".jsonl")]
+    for name, text in zip(names, storage.read_many(names), strict=True):
+        try:
+            parse_rejects(text, name)
+        except CacheError as error:
+            findings.append(Finding("bad-rejects", name, str(error)))
+    return findings
+
+
 def _check_manifest(storage: Storage, spec: CacheSpec, records: list[ShardRecord]) -> list[Finding]:
     try:
         manifest = Manifest.from_json(storage.read(MANIFEST))
         if manifest.fingerprint != fingerprint(spec):
             return [Finding("wrong-settings", MANIFEST, f"sealed under {manifest.fingerprint[:12]}")]
+        recorded = {record.name for record in records}
+        if lost := [shard for shard in manifest.shards if shard.name not in recorded]:
+            return [
+                Finding("missing-record", record_name(shard.name), f"the manifest lists {shard.num_samples} samples")
+                for shard in lost
+            ]
         content = storage.read(manifest.index) if storage.exists(manifest.index) else b""
         if checksum(content) != manifest.index_checksum:
             raise CacheError(f"{manifest.index}: missing, or its crc32c is not {manifest.index_checksum}")
         table = index.build(records)
         if manifest.shards != summaries(records, table) or not table.equals(index.from_bytes(content, manifest.index)):
-            raise CacheError("differs from the commit records: run the build again to seal anew")
+            raise CacheError("differs from the commit records: run 'cache_store repair' or the build to seal anew")
     except NotFound:
         return [Finding("not-sealed", MANIFEST, "the build has not finished; run it again")]
     except CacheError as error:

@@ -1,6 +1,7 @@
-"""`cache_store`: look at a cache, prove it whole, read its texts, size a larger one.
+"""`cache_store`: look at a cache, prove it whole, put it right, read its texts, size a larger one.
 
-Exit codes: 0 fine, 1 damage or an error (one line on stderr), 2 wrong usage, 3 sound, but a crash left orphans.
+Exit codes: 0 fine, 1 damage, a difference or an error (one line on stderr), 2 wrong usage, 3 sound, but a crash left
+orphans, 4 repaired, but the build has to run again.
 """
 
 from __future__ import annotations
@@ -9,12 +10,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cache_store.commands import estimate, inspect, sample, verify
+from cache_store.commands import diff, estimate, gc, head, inspect, repair, sample, stats, verify
 from cache_store.commands.terminal import EXIT_FAILED
 from cache_store.errors import CacheError
 
-COMMANDS = {"inspect": inspect, "verify": verify, "sample": sample, "estimate": estimate}
-EXIT_HELP = "Exit codes: 0 fine, 1 damage or error, 2 wrong usage, 3 sound but a crash left orphans."
+COMMANDS = {
+    "inspect": inspect,
+    "head": head,
+    "stats": stats,
+    "verify": verify,
+    "repair": repair,
+    "gc": gc,
+    "diff": diff,
+    "sample": sample,
+    "estimate": estimate,
+}
+EXIT_HELP = (
+    "Exit codes: 0 fine, 1 damage, difference or error, 2 wrong usage, 3 sound but a crash left orphans, "
+    "4 repaired but the build has to run again."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,6 +31,10 @@ class NotFound(StorageError):
     """There is no object of that name."""
 
 
+class ObjectEndsEarly(StorageError):
+    """An object is shorter than the range that its record names."""
+
+
 class SampleRejected(CacheError):
     """One sample cannot enter the cache; the build counts it and goes on.
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 
 from cache_store import index
 from cache_store.calibration import CALIBRATION, digest_of, load_calibration
-from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch
+from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFound, StorageError
 from cache_store.fields import merge_errors
 from cache_store.identity import fingerprint
 from cache_store.manifest import COMMITS, MANIFEST, REJECTS, Manifest, ShardRecord, ShardSummary
 from cache_store.schema import CacheSpec
 from cache_store.shard import checksum
 from cache_store.storage import Storage
-from cache_store.writer import load_spec
+from cache_store.writer import load_spec, record_name
 
 STAGES = ("prompts", "regenerate", "extract")
 _NAMED = 5
@@ -52,7 +52,7 @@ class Ledger:
 
     def records(self) -> list[ShardRecord]:
         """Records of all committed shards, sorted by name. Raises CacheError for an unreadable one."""
-        names = [info.name for info in self.storage.list(COMMITS) if info.name.endswith(".json")]
+        names = record_names(self.storage, self._records)
         new = [name for name in names if name not in self._records]
         for name, text in zip(new, self.storage.read_many(new), strict=True):
             self._records[name] = ShardRecord.from_json(text, self.storage.path(name))
@@ -67,7 +67,7 @@ class Ledger:
         names = [info.name for info in self.storage.list(REJECTS) if info.name.endswith(".jsonl")]
         new = [name for name in names if name not in self._rejects]
         for name, text in zip(new, self.storage.read_many(new), strict=True):
-            self._rejects[name] = _parse_rejects(text, self.storage.path(name))
+            self._rejects[name] = parse_rejects(text, self.storage.path(name))
         return {reject.sample_id: reject for name in names for reject in self._rejects[name]}
 
     def reject(self, rejects: list[Reject]) -> None:
@@ -80,6 +80,21 @@ class Ledger:
         """Those of `ids` that are neither committed nor rejected, in their order, each once."""
         done = self.committed_ids() | self.rejected().keys()
         return [sample_id for sample_id in dict.fromkeys(ids) if sample_id not in done]
+
+
+def record_names(storage: Storage, seen: Collection[str] = ()) -> list[str]:
+    """Names of all records, sorted. A listing may lag behind: what was `seen` or sealed is asked for by name."""
+    listed = {info.name for info in storage.list(COMMITS) if info.name.endswith(".json")}
+    try:
+        sealed = [record_name(shard.name) for shard in Manifest.from_json(storage.read(MANIFEST)).shards]
+    except StorageError as error:
+        if not isinstance(error, NotFound):
+            raise
+        sealed = []
+    except CacheError:  # a damaged manifest names nothing; verify reports it
+        sealed = []
+    unlisted = {*seen, *sealed} - listed
+    return sorted(listed | {name for name in unlisted if storage.exists(name)})
 
 
 def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
@@ -180,7 +195,8 @@ def summaries(records: list[ShardRecord], table: pa.Table) -> tuple[ShardSummary
     )
 
 
-def _parse_rejects(text: bytes, where: str) -> list[Reject]:
+def parse_rejects(text: bytes, where: str) -> list[Reject]:
+    """Lines of a file of rejects. Raises CacheError naming file and line."""
     rejects = []
     for number, line in enumerate(text.decode().splitlines(), start=1):
         try:

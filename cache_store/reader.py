@@ -15,7 +15,17 @@ import pyarrow as pa
 from cache_store import codec, index
 from cache_store.calibration import digest_of, field_codecs, load_calibration
 from cache_store.containers import open_layout
-from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFound, ShardCorrupt, StorageError
+from cache_store.disk_cache import DiskCache, DiskCacheOptions
+from cache_store.errors import (
+    CacheError,
+    CacheIncomplete,
+    CacheMismatch,
+    NotFound,
+    ObjectEndsEarly,
+    ShardCorrupt,
+    StorageError,
+)
+from cache_store.exclusions import excluded_rows, load_exclusions
 from cache_store.identity import fingerprint
 from cache_store.ledger import Ledger, summaries
 from cache_store.manifest import MANIFEST, Manifest, ShardSummary
@@ -35,12 +45,21 @@ class CacheReader:
 
     verify: check a sample's checksum and that its states are finite `always`, the `first` time that this reader
     reads it, or `never`. allow_unsealed: read the shards committed so far of a build in progress. masks: the loss
-    masks as `stored`, or others (`masks.py`).
+    masks as `stored`, or others (`masks.py`). exclusions: name of a list of damaged samples, which this reader refuses
+    and `SampleSet` does without (`exclusions.py`). disk_cache: keep what is read on a local disk.
+    A damaged sample is read once more before ShardCorrupt names it.
     Raises NotFound (no cache here), CacheIncomplete (not sealed), CacheMismatch, ShardCorrupt (damaged index).
     """
 
     def __init__(
-        self, storage: Storage, *, verify: Verify = "first", allow_unsealed: bool = False, masks: str = "stored"
+        self,
+        storage: Storage,
+        *,
+        verify: Verify = "first",
+        allow_unsealed: bool = False,
+        masks: str = "stored",
+        exclusions: str | None = None,
+        disk_cache: DiskCacheOptions | None = None,
     ) -> None:
         if verify not in ("always", "first", "never"):
             raise CacheError(f"verify is {verify!r}, wanted always, first or never")
@@ -60,6 +79,11 @@ class CacheReader:
         self._where = {name: index.column(self.index, name) for name in names}
         self.lengths: np.ndarray = self._where["length"]
         """int64 [n]: stored bytes of every sample."""
+        listed = load_exclusions(storage, exclusions) if exclusions is not None else ()
+        self.excluded: np.ndarray = excluded_rows(self.index, self.shards, listed)
+        """bool [n]: samples that the list of exclusions names."""
+        largest = int(self.lengths.max(initial=0))
+        self.disk_cache = DiskCache(disk_cache, largest=largest) if disk_cache is not None else None
         self._checked = np.zeros(len(self.tokens), dtype=bool)
         self._ids: list[str] | None = None
         self._positions: dict[str, int] | None = None
@@ -92,7 +116,7 @@ class CacheReader:
         if checksum(content) != self.manifest.index_checksum:
             raise ShardCorrupt(
                 f"{where}: crc32c {checksum(content)}, manifest says {self.manifest.index_checksum}; "
-                "run the build again to seal anew"
+                f"run 'cache_store repair {self.storage.url}' to make it anew from the records"
             )
         self.index = index.from_bytes(content, where)
         self.shards = self.manifest.shards
@@ -158,10 +182,12 @@ class CacheReader:
         """One sample as stored, its planes undecoded: one ranged read. Raises ShardCorrupt after a second try."""
         if not 0 <= position < len(self):
             raise CacheError(f"position {position} is outside the cache's {len(self)} samples")
+        if self.excluded[position]:
+            raise self._corrupt(position, "it is on the list of exclusions")
         try:
             return self._fetch_once(position, states)
         except (CacheError, NotFound) as first:
-            if isinstance(first, StorageError) and not isinstance(first, NotFound):
+            if isinstance(first, StorageError) and not isinstance(first, NotFound | ObjectEndsEarly):
                 raise  # the storage has retried already
             with self._lock:
                 self._layouts.pop(int(self._where["shard"][position]), None)
@@ -202,7 +228,7 @@ class CacheReader:
         layout = self._layout(where["shard"]) if not states else None
         if layout is not None:
             place = layout.text_range(row, place, int(self.tokens[position]))
-        data = self.storage.read_range(shard.name, *place)
+        data = self._bytes(shard.name, place, where["checksum"] if states else None)
         if states and self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
             raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
         layout = layout or self._layout(where["shard"])
@@ -213,6 +239,13 @@ class CacheReader:
         if len(stored.input_ids) != self.tokens[position] or len(stored.loss_mask) != self.tokens[position]:
             raise CacheError(f"{len(stored.input_ids)} tokens, record says {self.tokens[position]}")
         return stored
+
+    def _bytes(self, shard: str, place: tuple[int, int], crc: int | None) -> bytes:
+        """A range of a shard; a whole sample (whose crc32c is known) by way of the disk cache, if there is one."""
+        if self.disk_cache is None or crc is None:
+            return self.storage.read_range(shard, *place)
+        key = f"{shard} {place[0]} {place[1]}"
+        return self.disk_cache.get(key, f"{crc:08x}", lambda: self.storage.read_range(shard, *place))
 
     def _layout(self, number: int) -> ShardLayout:
         with self._lock:
@@ -231,6 +264,6 @@ class CacheReader:
     def _corrupt(self, position: int, found: str) -> ShardCorrupt:
         shard, sample = self.storage.path(self.shard_of(position)), self.sample_id(position)
         return ShardCorrupt(
-            f"{shard}: sample {sample!r}: {found}; find all damage with "
-            f"'cache_store verify {self.storage.url}'; deleting the shard and its record and building again repairs it"
+            f"{shard}: sample {sample!r}: {found}; run 'cache_store repair {self.storage.url}' and the same build "
+            "again to make it anew, or 'cache_store repair --exclude' to go on without it"
         )

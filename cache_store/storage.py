@@ -18,7 +18,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from cache_store.backend import TEMPORARY, Backend, LocalBackend, ObjectInfo, Upload
-from cache_store.errors import AlreadyExists, NotFound, StorageError
+from cache_store.errors import AlreadyExists, NotFound, ObjectEndsEarly, StorageError
 from cache_store.retry import EndsEarly, GaveUp, StorageOptions, Transfer, with_retries
 
 SPLIT_BYTES = 8 << 20
@@ -99,7 +99,7 @@ class Storage:
         return self._retry("read", names[0], lambda: self.backend.read_many(names)) if names else []
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`. Raises NotFound, or StorageError when the object ends before."""
+        """Exactly `length` bytes from `offset`. Raises NotFound, ObjectEndsEarly, StorageError."""
         backend = self.backend
         if length <= 2 * SPLIT_BYTES or isinstance(backend, LocalBackend):
             return self._read_piece(name, offset, length) if length else b""
@@ -123,7 +123,7 @@ class Storage:
         except StorageError as error:
             if isinstance(error.__cause__, GaveUp) and isinstance(error.__cause__.reason, EndsEarly):
                 found = f"{self.path(name)}: found {transfer.done} bytes at {offset}, wanted {length}"
-                raise StorageError(found) from error
+                raise ObjectEndsEarly(found) from error
             raise
         return transfer.content()
 

@@ -29,8 +29,11 @@ def create_cache(storage: Storage, spec: CacheSpec) -> CacheSpec:
     Raises CacheMismatch naming every field that differs, with both values; StorageError.
     """
     try:
-        storage.put(SPEC, spec.to_json().encode(), if_absent=True)
-        return spec
+        if not storage.exists(SPEC):
+            _refuse_other_records(storage, spec)
+            storage.put(SPEC, spec.to_json().encode(), if_absent=True)
+            return spec
+        found = load_spec(storage)
     except AlreadyExists:
         found = load_spec(storage)
     differing = identity.differences(found, spec)
@@ -40,6 +43,18 @@ def create_cache(storage: Storage, spec: CacheSpec) -> CacheSpec:
             f"{storage.url} was made with other settings: {listed}. Use another cache.url, or restore the settings"
         )
     return found
+
+
+def _refuse_other_records(storage: Storage, spec: CacheSpec) -> None:
+    """A cache that has lost its cache.json takes only the same settings again."""
+    for info in storage.list(COMMITS)[:1]:
+        record = ShardRecord.from_json(storage.read(info.name), storage.path(info.name))
+        if record.fingerprint != identity.fingerprint(spec):
+            raise CacheMismatch(
+                f"{storage.url} has lost its {SPEC}, and its shards were written under other settings "
+                f"({record.fingerprint[:12]}, this run has {identity.fingerprint(spec)[:12]}); use the config that "
+                "built it, or another cache.url"
+            )
 
 
 def load_spec(storage: Storage) -> CacheSpec:
@@ -82,7 +97,7 @@ class CacheWriter:
     def write(self, sample: TargetSample) -> None:
         """Add one sample; commits the shard when it is full.
 
-        Raises SampleRejected (the writer stays usable), or StorageError (the open shard is dropped).
+        Raises SampleRejected (the writer stays usable); StorageError or anything else drops the open shard.
         """
         check_sample(self.spec, sample)
         if sample.sample_id in self._ids:
@@ -92,9 +107,14 @@ class CacheWriter:
                 self._open = self._new_shard()
             self._open.add(sample)
             full = self._open.tell() >= self.spec.shard_bytes
+        except SampleRejected:
+            raise  # before a byte of it was written
         except OSError as error:
             self.abandon()
             raise self._disk_error(error) from error
+        except BaseException:  # the container may hold half a sample
+            self.abandon()
+            raise
         self._ids.add(sample.sample_id)
         if full:
             self._commit()

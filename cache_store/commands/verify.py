@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_store.audit import verify_cache
+from cache_store.commands.progress import audit_bar
 from cache_store.commands.terminal import EXIT_FAILED, EXIT_OK, EXIT_ORPHANS, size_text, storage_of
 
 HELP = "check every shard against its record: sizes, checksums, ids, finite states"
@@ -23,12 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print findings and the verdict; returns the exit code."""
-    console = Console(stderr=True)
     storage = storage_of(options)
-    with console.status("verifying") as status:
-        report = verify_cache(
-            storage, quick=options.quick, progress=lambda done, total: status.update(f"verified {done}/{total} shards")
-        )
+    with audit_bar("verifying") as progress:
+        report = verify_cache(storage, quick=options.quick, progress=progress)
     if options.json:
         findings = [asdict(finding) for finding in report.findings]
         print(json.dumps({**asdict(report), "damaged": report.damaged, "findings": findings}))
@@ -41,6 +39,10 @@ def run(options: argparse.Namespace) -> int:
         verdict = "DAMAGED" if report.damaged else "sound, with orphans" if report.findings else "sound"
         looked = f"{report.shards:,} shards, {report.samples:,} samples, {size_text(report.num_bytes)}"
         print(f"{verdict}: {looked}, {len(report.findings)} findings{' (quick: no shard was read)' * options.quick}")
+        if report.damaged:
+            print(f"put it right: cache_store repair {options.url}")
+        elif report.findings:
+            print(f"remove what is left over: cache_store gc {options.url} --delete")
     if report.damaged:
         return EXIT_FAILED
     return EXIT_ORPHANS if report.findings else EXIT_OK

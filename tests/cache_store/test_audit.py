@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache_store import codec
-from cache_store.audit import verify_cache
+from cache_store.audit import AuditProgress, verify_cache
 from cache_store.errors import NotFound
 from cache_store.ledger import Ledger
 from cache_store.manifest import MANIFEST, SPEC, ShardRecord
@@ -148,12 +148,12 @@ def test_every_kind_of_damage_is_found(
 
 
 def test_sound_cache_has_no_findings(storage: Storage) -> None:
-    seen: list[tuple[int, int]] = []
-    report = verify_cache(storage, progress=lambda done, total: seen.append((done, total)))
+    seen: list[AuditProgress] = []
+    report = verify_cache(storage, progress=seen.append)
     assert report.findings == ()
     assert not report.damaged
     assert (report.shards, report.samples) == (len(seen), 8)
-    assert seen[-1] == (report.shards, report.shards)
+    assert seen[-1] == AuditProgress(report.shards, report.shards, report.num_bytes, report.num_bytes, 0)
     assert report.num_bytes == sum(info.size for info in storage.list("shards/"))
 
 

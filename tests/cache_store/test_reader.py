@@ -71,14 +71,13 @@ def storage_of(reader: CacheReader) -> Storage:
 def count_reads(storage: Storage) -> list[tuple[str, int, int]]:
     """Ranged reads made through this storage from now on."""
     calls: list[tuple[str, int, int]] = []
-    backend = storage.backend
-    read_ranges = backend.read_ranges
+    read_range = storage.read_range
 
-    def counting(name: str, ranges: Any) -> list[bytes]:
-        calls.extend((name, *item) for item in ranges)
-        return read_ranges(name, ranges)
+    def counting(name: str, offset: int, length: int) -> bytes:
+        calls.append((name, offset, length))
+        return read_range(name, offset, length)
 
-    backend.read_ranges = counting  # type: ignore[method-assign]
+    storage.read_range = counting  # type: ignore[method-assign]
     return calls
 
 
@@ -153,18 +152,17 @@ def test_policies_differ_in_the_second_read(storage: Storage, policy: Any, secon
 def test_corrupt_once_is_read_again(storage: Storage) -> None:
     samples = build_cache(storage, make_spec(), 4)
     reader = CacheReader(storage)
-    backend = storage.backend
-    read_ranges = backend.read_ranges
+    read_range = storage.read_range
     damaged: list[str] = []
 
-    def once(name: str, ranges: Any) -> list[bytes]:
-        parts = read_ranges(name, ranges)
+    def once(name: str, offset: int, length: int) -> bytes:
+        data = read_range(name, offset, length)
         if not damaged:
             damaged.append(name)
-            return [bytes(len(parts[0]))]
-        return parts
+            return bytes(len(data))
+        return data
 
-    backend.read_ranges = once  # type: ignore[method-assign]
+    storage.read_range = once  # type: ignore[method-assign]
     assert np.array_equal(reader.read(2).hidden_states, samples[2].hidden_states)
     assert len(damaged) == 1
 
