@@ -137,22 +137,3 @@ def reference_attention(
             scores = torch.einsum("he,jhe->hj", query_AQHE[index, q], key) / E**0.5
             outputs.append(torch.einsum("hj,jhe->he", scores.softmax(dim=-1), value))
     return torch.stack(outputs).view_as(query_AQHE) if outputs else query_AQHE.new_zeros(query_AQHE.shape)
-
-
-def cached_attention(query_QHE: Tensor, key_JGE: Tensor, value_JGE: Tensor, window: int | None = None) -> Tensor:
-    """One block over context and block keys [J, G, E] of positions 0..J-1 (decoding): [Q, H, E].
-
-    The queries are the last Q positions. All of them see all keys, but for the window.
-    """
-    Q, H, E = query_QHE.shape
-    G = key_JGE.shape[1]
-    visible = None
-    if window is not None:
-        first = max(0, len(key_JGE) - Q - window + 1)
-        key_JGE, value_JGE = key_JGE[first:], value_JGE[first:]
-        positions = torch.arange(len(key_JGE), device=key_JGE.device)
-        visible = ((positions[-Q:, None] - positions).abs() < window).repeat(H // G, 1)
-    query = query_QHE.view(Q, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
-    key, value = key_JGE.transpose(0, 1), value_JGE.transpose(0, 1)
-    out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=visible)
-    return out.view(G, H // G, Q, E).permute(2, 0, 1, 3).reshape(Q, H, E)

@@ -14,27 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from model.anchors import Blocks, block_inputs, context_positions, predicting_slots
-from model.attention import BlockLayout, cached_attention
+from model.anchors import Blocks, context_positions, predicting_slots
+from model.attention import BlockLayout
 from model.confidence import ConfidenceHead
 from model.config import DrafterConfig
 from model.flex import plan_attention
 from model.layers import DraftLayer, RMSNorm, init_weights, rotation
 from model.markov import build_markov_head
 from model.target_heads import TargetHeads
-
-
-@dataclasses.dataclass(slots=True)
-class DraftCache:
-    """Rotated keys and plain values of the context, per layer [n, G, E]: all that decoding keeps between rounds."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-
-    @property
-    def length(self) -> int:
-        """Context rows held: the next block's anchor position."""
-        return len(self.keys[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +38,7 @@ class DSparkDrafter(nn.Module):
     """See the module docstring. All parameters are trainable."""
 
     draft_ids: Tensor | None
-    """int64 [V_d]: the target token of each draft token, kept for export; None for a full vocabulary, or not yet set."""
+    """int64 [V_d]: the target token of each draft token, kept for export; None: the whole vocabulary, or not set yet."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -128,38 +115,3 @@ class DSparkDrafter(nn.Module):
         """lm_head(hidden) + W2 features: [..., D] and [..., R] to [..., V_d] in the parameters' dtype."""
         logits = heads.draft_logits(hidden).to(self.dtype)
         return logits if self.markov_head is None else logits + self.markov_head.markov_w2(features)
-
-    def new_cache(self) -> DraftCache:
-        """An empty context."""
-        shape = (0, self.config.num_key_value_heads, self.config.head_dim)
-        empty = [torch.empty(shape, dtype=self.dtype, device=self.fc.weight.device) for _ in self.layers]
-        return DraftCache(list(empty), list(empty))
-
-    def append_context(self, cache: DraftCache, hidden_nC: Tensor) -> None:
-        """Add captured hidden states [n, C] of the next n committed positions to the context."""
-        context = self.project_context(hidden_nC.to(self.fc.weight.device))
-        positions = torch.arange(cache.length, cache.length + len(hidden_nC), device=context.device)
-        by = rotation(positions, self.config, self.dtype)
-        for index, layer in enumerate(self._draft_layers()):
-            key, value = layer.self_attn.key_value(context, by)
-            cache.keys[index] = torch.cat([cache.keys[index], key])
-            cache.values[index] = torch.cat([cache.values[index], value])
-
-    def draft_block(self, cache: DraftCache, anchor_id: int, heads: TargetHeads) -> Tensor:
-        """Final-normed hidden states [K, D] of one block whose anchor stands at position cache.length."""
-        device = self.fc.weight.device
-        anchor = torch.tensor([cache.length], device=device)
-        input_ids, position_ids = block_inputs(torch.tensor([anchor_id], device=device), anchor, self.config)
-        x_SD = heads.embed(input_ids[0]).to(self.dtype)
-        by = rotation(position_ids[0], self.config, self.dtype)
-        for index, layer in enumerate(self._draft_layers()):
-            normed = layer.input_layernorm(x_SD)
-            key, value = layer.self_attn.key_value(normed, by)
-            attended = cached_attention(
-                layer.self_attn.query(normed, by),
-                torch.cat([cache.keys[index], key]),
-                torch.cat([cache.values[index], value]),
-                self.config.window(index),
-            )
-            x_SD = layer.finish(x_SD, attended)
-        return predicting_slots(self.norm(x_SD)[None], self.config)[0]

@@ -13,7 +13,6 @@ from model.attention import (
     QUERIES_PER_CALL,
     BlockLayout,
     block_attention,
-    cached_attention,
     plan_groups,
     reference_attention,
 )
@@ -130,12 +129,3 @@ def test_cost_is_linear_in_the_slots(blocks_per_call: int, calls: int) -> None:
     assert all(g.context.stop == int(layout.anchors[g.blocks].max()) for g in groups)
     narrow = plan_groups(dataclasses.replace(layout, window=7))
     assert all(g.context.stop - g.context.start <= blocks_per_call + 7 for g in narrow)
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 6, 11, 12, 99])
-def test_decoding_attends_like_a_single_block(window: int | None) -> None:
-    layout = in_one_row([9], window=window)
-    query, block, context = random_inputs(layout, batch=1, length=9)
-    joined = [torch.cat([c[0], b[0]]) for c, b in zip(context, block, strict=True)]
-    expected = reference_attention(query, block, context, layout)[0]
-    assert torch.allclose(cached_attention(query[0], *joined, window), expected, atol=1e-12)

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
-from model.anchors import build_blocks
 from model.attention import reference_attention
 from model.drafter import DSparkDrafter
 from tests.golden_data import drafter_config, golden_blocks, load_case, max_error, tensors, tiny_heads
@@ -53,29 +51,6 @@ def test_blocks_do_not_see_each_other_and_their_order_is_free() -> None:
     for index in (0, 9, 25):
         alone = dataclasses.replace(blocks, **{name: getattr(blocks, name)[index : index + 1] for name in names})
         assert torch.allclose(drafter.backbone(context, alone, heads)[0], together[index], atol=1e-6)
-
-
-@pytest.mark.parametrize("sample_from_anchor", [True, False])
-def test_draft_cache_equals_full_recompute_over_twenty_rounds(sample_from_anchor: bool) -> None:
-    config = drafter_config(sample_from_anchor=sample_from_anchor)
-    drafter, heads = DSparkDrafter(config).init_weights(1), tiny_heads()
-    generator = torch.Generator().manual_seed(2)
-    states = torch.randn(1, 200, 192, generator=generator)
-    ids = torch.randint(0, 199, (1, 200), generator=generator)
-    accepted = torch.randint(1, 9, (20,), generator=generator).tolist()
-    cache, length = drafter.new_cache(), 0
-    with torch.no_grad():
-        for rows in [5, *accepted]:
-            drafter.append_context(cache, states[0, length : length + rows])
-            length += rows
-            assert cache.length == length
-            incremental = drafter.draft_block(cache, int(ids[0, length]), heads)
-            mask = torch.ones(1, 200, dtype=torch.bool)
-            blocks = build_blocks(ids, mask, [np.array([length])], config, None)
-            full = drafter.backbone(drafter.project_context(states), blocks, heads)[0]
-            assert incremental.shape == (7, 64)
-            assert max_error(incremental, full) < 1e-5
-        assert cache.length == 5 + sum(accepted), "the block's own slots must not stay"
 
 
 def test_training_attention_is_the_reference_inside_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:

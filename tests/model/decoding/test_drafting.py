@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,11 +17,14 @@ from tests.golden_data import drafter_config, max_error, tiny_heads
 
 ROUNDS, LENGTH = 20, 200
 PLAIN = {"layer_types": (), "sliding_window": None}
-WINDOWED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
+
+
+def windowed(window: int) -> dict[str, Any]:
+    return {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": window}
 
 
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
-@pytest.mark.parametrize("attention", [PLAIN, WINDOWED])
+@pytest.mark.parametrize("attention", [PLAIN, *(windowed(w) for w in (1, 6, 11, 99))])
 def test_drafting_with_caches_equals_full_recomputation_over_twenty_rounds(
     sample_from_anchor: bool, attention: dict
 ) -> None:
