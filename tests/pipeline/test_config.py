@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from pipeline.config import Config, dump_config, load_config
 from pipeline.errors import ConfigError
@@ -86,3 +88,74 @@ def test_config_is_immutable() -> None:
     config = load_config(DEMO)
     with pytest.raises(Exception, match="frozen"):
         config.training.lr = 1.0  # type: ignore[misc]
+
+
+def minimal(**drafter: object) -> dict[str, dict[str, object]]:
+    """A config with nothing but what has no default."""
+    config = yaml.safe_load(DEMO.read_text())
+    config["drafter"] = {"mask_token": 5, **drafter}
+    config["training"] = {"output": "run"}
+    return config
+
+
+def test_each_kind_of_drafter_fixes_what_its_paper_fixes() -> None:
+    kinds = {kind: Config.model_validate(minimal(kind=kind)) for kind in ("dspark", "dflash", "eagle3")}
+    losses = {kind: config.training.loss for kind, config in kinds.items()}
+    assert (losses["dspark"].ce, losses["dspark"].l1, losses["dspark"].confidence) == (0.1, 0.9, 1.0)
+    for kind in ("dflash", "eagle3"):
+        assert (losses[kind].ce, losses[kind].l1, losses[kind].confidence) == (1.0, 0.0, 0.0)
+        drafter = kinds[kind].drafter
+        assert (drafter.markov_head, drafter.markov_rank, drafter.confidence_head) == ("none", 0, False)
+    assert [kinds[kind].drafter.num_draft_layers for kind in kinds] == [5, 5, 1]
+    steps = np.exp(-np.arange(7) / losses["eagle3"].decay_gamma)
+    assert steps == pytest.approx(0.8 ** np.arange(7))
+    assert (losses["dspark"].decay_gamma, losses["dflash"].decay_gamma) == (4.0, 4.0)
+    for config in kinds.values():  # what was filled in is accepted again
+        assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("drafter", "loss", "message"),
+    [
+        ({"kind": "dflash", "markov_rank": 64}, {}, "drafter.markov_rank is 64, wanted 0"),
+        ({"kind": "dflash"}, {"l1": 0.9}, "training.loss.l1 is 0.9, wanted 0.0"),
+        ({"kind": "eagle3", "num_draft_layers": 5}, {}, "drafter.num_draft_layers is 5, wanted 1"),
+        ({"kind": "eagle3", "confidence_head": True, "sample_from_anchor": False}, {}, "drafter.sample_from_anchor is"),
+        ({"kind": "medusa"}, {}, "drafter.kind"),
+    ],
+)
+def test_contradictions_of_a_kind_are_named_with_the_way_out(
+    drafter: dict[str, object], loss: dict[str, float], message: str
+) -> None:
+    config = minimal(**drafter)
+    config["training"]["loss"] = loss
+    with pytest.raises(ValidationError, match=message) as error:
+        Config.model_validate(config)
+    if drafter["kind"] != "medusa":
+        assert "remove these keys or choose kind dspark" in str(error.value)
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "drafters.md"
+
+
+def test_documented_defaults_are_those_of_the_code() -> None:
+    kinds = ("dspark", "dflash", "eagle3")
+    configs = [Config.model_validate(minimal(kind=kind)) for kind in kinds]
+    rows = {
+        f"drafter.{name}": [getattr(c.drafter, name) for c in configs] for name in type(configs[0].drafter).model_fields
+    }
+    rows |= {
+        f"training.loss.{name}": [getattr(c.training.loss, name) for c in configs]
+        for name in type(configs[0].training.loss).model_fields
+    }
+    lines = [
+        "| " + " | ".join([f"`{name}`", *(_cell(value) for value in values)]) + " |"
+        for name, values in rows.items()
+        if name not in ("drafter.kind", "drafter.mask_token")
+    ]
+    table = "\n".join(["| field | dspark | dflash | eagle3 |", "|---|---|---|---|", *lines])
+    assert table in DOCS.read_text(encoding="utf-8"), f"docs/drafters.md should hold:\n{table}"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "null" if value is None else str(value)
