@@ -43,7 +43,15 @@ class DiskCacheOptions:
     @property
     def max_bytes(self) -> int:
         """The limit in bytes."""
-        return int(self.max_gb * 1e9)
+        return round(self.max_gb * 1e9)
+
+    def check(self, largest: int) -> None:
+        """Raise CacheError when the limit cannot hold the largest sample, of so many bytes."""
+        if largest > self.max_bytes:
+            raise CacheError(
+                f"disk cache {self.path}: a limit of {self.max_bytes:,} bytes cannot hold the largest sample of "
+                f"{largest:,} bytes; raise max_gb, or read without a disk cache"
+            )
 
 
 @dataclass(slots=True)
@@ -61,15 +69,10 @@ class DiskCacheCounts:
 class DiskCache:
     """The folder, opened by one process; safe to use from several threads."""
 
-    def __init__(self, options: DiskCacheOptions, *, largest: int) -> None:
-        """largest: bytes of the largest sample. Raises CacheError when it exceeds the limit, or the limit the disk."""
+    def __init__(self, options: DiskCacheOptions) -> None:
+        """Raises CacheError when the folder cannot be used or the disk has no room for the limit."""
         self.folder, self.max_bytes = Path(options.path).expanduser(), options.max_bytes
         self.counts = DiskCacheCounts()
-        if largest > self.max_bytes:
-            raise CacheError(
-                f"disk cache {self.folder}: a limit of {self.max_bytes:,} bytes cannot hold the largest sample of "
-                f"{largest:,} bytes; raise max_gb, or read without a disk cache"
-            )
         try:
             for name in (ENTRIES, LOCKS, UNFINISHED):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)

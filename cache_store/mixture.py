@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from cache_store import index
+from cache_store.disk_cache import DiskCacheOptions
 from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch
+from cache_store.exclusions import substitute
 from cache_store.identity import differences, fingerprint
 from cache_store.order import epoch_order
 from cache_store.reader import CacheReader, Verify
@@ -48,6 +50,10 @@ class Source:
     """How often each selected sample stands in an epoch: 2 twice; 0.5 in every second epoch, half of them in each."""
     masks: str = "stored"
     """Loss masks (`masks.py`)."""
+    exclusions: str | None = None
+    """List of damaged samples to do without: the next selected sample stands in each one's place (`exclusions.py`)."""
+    disk_cache: DiskCacheOptions | None = None
+    """Keep what is read on a local disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,8 @@ class SourceReport:
     dropped: dict[str, int]
     per_epoch: int
     """Samples that an epoch takes from it, by its weight."""
+    substituted: int
+    """Of the used: excluded samples, each with another one in its place."""
 
 
 class SampleSet:
@@ -77,13 +85,21 @@ class SampleSet:
                 raise CacheError(f"{source.storage.url}: weight is {source.weight}, wanted a positive number")
         self.sources = tuple(sources)
         self.readers = [
-            CacheReader(source.storage, verify=verify, allow_unsealed=allow_unsealed, masks=source.masks)
+            CacheReader(
+                source.storage,
+                verify=verify,
+                allow_unsealed=allow_unsealed,
+                masks=source.masks,
+                exclusions=source.exclusions,
+                disk_cache=source.disk_cache,
+            )
             for source in sources
         ]
         for reader in self.readers[1:]:
             check_same_target(self.readers[0], reader)
         found = [select(r.index, source.selection) for r, source in zip(self.readers, sources, strict=True)]
-        self._chosen = [selected.positions for selected in found]
+        self._selected = [selected.positions for selected in found]  # what a resumed run must find, damaged or not
+        self._chosen = [substitute(rows, r.excluded) for rows, r in zip(self._selected, self.readers, strict=True)]
         shares = [round(s.weight * len(chosen)) for s, chosen in zip(sources, self._chosen, strict=True)]
         self._starts = np.concatenate([[0], np.cumsum(shares)]).astype(np.int64)
         self._orders: list[np.ndarray] = []
@@ -92,8 +108,8 @@ class SampleSet:
             whole = not len(chosen) or share % len(chosen) == 0
             self._orders.append(chosen if whole else chosen[epoch_order(number, 0, len(chosen))])
         self.reports = [
-            SourceReport(r.storage.url, len(r), len(chosen), selected.dropped, share)
-            for r, chosen, selected, share in zip(self.readers, self._chosen, found, shares, strict=True)
+            SourceReport(r.storage.url, len(r), len(s.positions), s.dropped, share, int(r.excluded[s.positions].sum()))
+            for r, s, share in zip(self.readers, found, shares, strict=True)
         ]
         if len(self) == 0:
             raise CacheIncomplete(f"no samples to train on: {'; '.join(map(describe, self.reports))}")
@@ -142,12 +158,12 @@ class SampleSet:
         for number, (reader, source) in enumerate(zip(self.readers, self.sources, strict=True)):
             name = f"cache{number or ''}"
             ids = hashlib.sha256()
-            for sample_id in reader.index["sample_id"].take(self._chosen[number]).to_pylist():
+            for sample_id in reader.index["sample_id"].take(self._selected[number]).to_pylist():
                 ids.update(sample_id.encode() + b"\n")
-            facts |= {f"{name}.fingerprint": fingerprint(reader.spec), f"{name}.samples": len(self._chosen[number])}
+            facts |= {f"{name}.fingerprint": fingerprint(reader.spec), f"{name}.samples": len(self._selected[number])}
             facts |= {f"{name}.ids": ids.hexdigest(), f"{name}.weight": source.weight, f"{name}.masks": source.masks}
             if source.masks != "stored":
-                supervised = index.column(reader.index, "supervised")[self._chosen[number]]
+                supervised = index.column(reader.index, "supervised")[self._selected[number]]
                 facts[f"{name}.supervised"] = int(supervised.sum())
         return facts
 
@@ -161,7 +177,8 @@ def describe(report: SourceReport) -> str:
     """A source's report in one line."""
     lost = "".join(f", {count} {reason}" for reason, count in report.dropped.items())
     weighted = "" if report.per_epoch == report.used else f", {report.per_epoch} per epoch"
-    return f"{report.url}: {report.used} of {report.total} samples{lost}{weighted}"
+    damaged = f", {report.substituted} damaged and replaced by others" if report.substituted else ""
+    return f"{report.url}: {report.used} of {report.total} samples{lost}{weighted}{damaged}"
 
 
 def check_same_target(first: CacheReader, other: CacheReader) -> None:

@@ -82,8 +82,10 @@ class CacheReader:
         listed = load_exclusions(storage, exclusions) if exclusions is not None else ()
         self.excluded: np.ndarray = excluded_rows(self.index, self.shards, listed)
         """bool [n]: samples that the list of exclusions names."""
-        largest = int(self.lengths.max(initial=0))
-        self.disk_cache = DiskCache(disk_cache, largest=largest) if disk_cache is not None else None
+        if disk_cache is not None:
+            disk_cache.check(int(self.lengths.max(initial=0)))
+        self._disk_options = disk_cache
+        self._disk_cache: DiskCache | None = None
         self._checked = np.zeros(len(self.tokens), dtype=bool)
         self._ids: list[str] | None = None
         self._positions: dict[str, int] | None = None
@@ -242,10 +244,19 @@ class CacheReader:
 
     def _bytes(self, shard: str, place: tuple[int, int], crc: int | None) -> bytes:
         """A range of a shard; a whole sample (whose crc32c is known) by way of the disk cache, if there is one."""
-        if self.disk_cache is None or crc is None:
+        if crc is None or (cache := self.disk_cache()) is None:
             return self.storage.read_range(shard, *place)
         key = f"{shard} {place[0]} {place[1]}"
-        return self.disk_cache.get(key, f"{crc:08x}", lambda: self.storage.read_range(shard, *place))
+        return cache.get(key, f"{crc:08x}", lambda: self.storage.read_range(shard, *place))
+
+    def disk_cache(self) -> DiskCache | None:
+        """The disk cache, opened by the first read of states: many readers only look at the index."""
+        if self._disk_options is None:
+            return None
+        with self._lock:
+            if self._disk_cache is None:
+                self._disk_cache = DiskCache(self._disk_options)
+            return self._disk_cache
 
     def _layout(self, number: int) -> ShardLayout:
         with self._lock:

@@ -133,7 +133,9 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
     Raises ConfigError, PreflightFailed and CacheError, one clear line each, before anything expensive starts.
     """
     target = check_target(config)
-    storage = open_storage(_absolute_url(config.cache.url), endpoint_url=config.cache.endpoint_url)
+    storage = open_storage(
+        _absolute_url(config.cache.url), endpoint_url=config.cache.endpoint_url, options=config.cache.storage
+    )
     if not dry_run:
         storage.check_writable()
     with tempfile.TemporaryDirectory(prefix="prompts-") as scratch:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from cache_store.schema import DEFAULT_CODEC, DEFAULT_LAST_HIDDEN, DEFAULT_SHARD_MB
+from pipeline.config_cache import CacheSection, DataSection
 from pipeline.config_section import Section
 from pipeline.config_serving import CostSection, SimulationSection
 from pipeline.errors import ConfigError
@@ -88,22 +89,6 @@ class ExtractionSection(Section):
     max_attempts: int = Field(default=3, gt=0)
 
 
-class CacheSection(Section):
-    """The Target Cache that `build_cache` writes and `train` reads."""
-
-    url: str
-    """Local folder or s3://bucket/prefix."""
-    endpoint_url: str | None = None
-    """S3 endpoint; credentials come by the usual means (environment, profile, instance role)."""
-    codec: Literal["bss1", "raw"] = DEFAULT_CODEC
-    last_hidden: Literal["needed", "all"] = DEFAULT_LAST_HIDDEN
-    """Store the last hidden state only where the loss can use it, or at every position."""
-    shard_mb: int = Field(default=DEFAULT_SHARD_MB, gt=0)
-    verify: Literal["always", "first", "never"] = "first"
-    """When a reader checks a sample's checksum."""
-    ignore_free_space: bool = False
-
-
 class DrafterSection(Section):
     """The drafter's shape. What is null follows the target's own config."""
 
@@ -154,38 +139,6 @@ KIND_FIXES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 EAGLE3_DECAY_GAMMA = -1.0 / math.log(0.8)
-
-
-class MixedCache(Section):
-    """A further cache to train on, built from the same target with the same layers."""
-
-    url: str
-    endpoint_url: str | None = None
-    weight: float = Field(default=1.0, gt=0)
-    """How often each of its samples stands in an epoch: 2 twice; 0.5 in every second epoch."""
-    domains: tuple[str, ...] = ()
-    masks: str = "stored"
-
-
-class DataSection(Section):
-    """Which samples of the cache train, and how rows are made of them. All choices are pure functions of sample ids."""
-
-    held_out_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of conversations, chosen by a hash of their ids, that training never sees (of every cache)."""
-    sample_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of the remaining conversations to train on; a smaller share is a subset of a larger one."""
-    max_tokens: int | None = Field(default=None, gt=0)
-    """Leave longer samples out; null: they are cut to training.max_length."""
-    domains: tuple[str, ...] = ()
-    """Only these domains of cache.url; empty: all."""
-    masks: str = "stored"
-    """Supervised tokens of cache.url: stored, last_turn, first_turn, or a table made by cache_store.masks."""
-    weight: float = Field(default=1.0, gt=0)
-    """How often each sample of cache.url stands in an epoch."""
-    mix: tuple[MixedCache, ...] = ()
-    """Further caches."""
-    pack: bool = False
-    """Fill rows of training.max_length tokens with several samples each, instead of padding every sample."""
 
 
 class TrainingSection(Section):
@@ -415,7 +368,7 @@ def _explain(error: ValidationError) -> Iterable[str]:
     for item in error.errors():
         location = [str(part) for part in item["loc"]]
         dotted = ".".join(location) or "config"
-        if item["type"] == "extra_forbidden":
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             nearest = difflib.get_close_matches(location[-1], _fields_at(location[:-1]), n=1, cutoff=0.0)
             yield f"unknown key {dotted!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
         elif item["type"] == "missing":
@@ -425,15 +378,16 @@ def _explain(error: ValidationError) -> Iterable[str]:
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:
-    section: type[BaseModel] = Config
+    section: Any = Config
     for key in location:
-        annotation = section.model_fields[key].annotation if key in section.model_fields else None
+        known = getattr(section, "model_fields", {})
+        annotation = known[key].annotation if key in known else None
         candidates = (annotation, *get_args(annotation))
-        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        found = [c for c in candidates if isinstance(c, type) and (issubclass(c, BaseModel) or is_dataclass(c))]
         if not found:
             return []
         section = found[0]
-    return list(section.model_fields)
+    return [field.name for field in fields(section)] if is_dataclass(section) else list(section.model_fields)
 
 
 def dump_config(config: Config) -> str:

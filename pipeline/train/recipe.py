@@ -20,7 +20,8 @@ from model.errors import ModelError
 from model.family import new_drafter
 from model.losses import LossConfig
 from model.warm_start import warm_start
-from pipeline.config import Config, MixedCache, TrainingSection
+from pipeline.config import Config, TrainingSection
+from pipeline.config_cache import MixedCache
 from pipeline.engines.hf import (
     indispensable_tokens,
     resolve_mask_token,
@@ -163,11 +164,16 @@ def training_sources(config: Config, split: Split = "train") -> tuple[Source, ..
     """The caches of `training.data`: their samples on one side of the split. `cache.url` comes first."""
     data, cache = config.training.data, config.cache
     main = MixedCache(
-        url=cache.url, endpoint_url=cache.endpoint_url, weight=data.weight, domains=data.domains, masks=data.masks
+        url=cache.url,
+        endpoint_url=cache.endpoint_url,
+        weight=data.weight,
+        domains=data.domains,
+        masks=data.masks,
+        exclusions=cache.exclusions,
     )
     return tuple(
         Source(
-            storage=open_storage(one.url, endpoint_url=one.endpoint_url),
+            storage=open_storage(one.url, endpoint_url=one.endpoint_url, options=cache.storage),
             selection=Selection(
                 split=split,
                 held_out_fraction=data.held_out_fraction,
@@ -177,6 +183,8 @@ def training_sources(config: Config, split: Split = "train") -> tuple[Source, ..
             ),
             weight=one.weight,
             masks=one.masks,
+            exclusions=one.exclusions,
+            disk_cache=cache.disk_cache,
         )
         for one in (main, *data.mix)
     )

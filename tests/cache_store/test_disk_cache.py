@@ -18,7 +18,7 @@ SIZE = 1000
 
 
 def open_cache(folder: Path, entries: int = 10) -> DiskCache:
-    return DiskCache(DiskCacheOptions(path=str(folder), max_gb=entries * SIZE / 1e9), largest=SIZE)
+    return DiskCache(DiskCacheOptions(path=str(folder), max_gb=entries * SIZE / 1e9))
 
 
 def content(number: int) -> bytes:
@@ -100,9 +100,10 @@ def test_failed_fetch_blocks_nobody(tmp_path: Path) -> None:
 def test_limits_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     options = DiskCacheOptions(path=str(tmp_path / "a"), max_gb=999 / 1e9)
     with pytest.raises(CacheError, match=r"999 bytes cannot hold the largest sample of 1,000 bytes; raise max_gb"):
-        DiskCache(options, largest=SIZE)
+        options.check(largest=SIZE)
+    options.check(largest=999)
     with pytest.raises(CacheError, match=r"needs [\d,]+ more, the disk has [\d,]+ free; lower max_gb"):
-        DiskCache(DiskCacheOptions(path=str(tmp_path / "b"), max_gb=1e9), largest=SIZE)
+        DiskCache(DiskCacheOptions(path=str(tmp_path / "b"), max_gb=1e9))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheError, match="choose another folder"):
         open_cache(tmp_path / "file")
