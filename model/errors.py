@@ -29,3 +29,7 @@ class UnsupportedTarget(ModelError):
 
 class CostTableError(ModelError):
     """A cost table cannot be read or measured, or was asked for a size that it does not hold."""
+
+
+class CalibrationError(ModelError):
+    """A calibration cannot be fitted, read, or applied to this drafter."""
