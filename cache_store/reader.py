@@ -31,7 +31,7 @@ from cache_store.ledger import Ledger, summaries
 from cache_store.manifest import MANIFEST, Manifest, ShardSummary
 from cache_store.masks import apply_masks
 from cache_store.schema import TargetSample
-from cache_store.shard import ShardLayout, StoredSample, checksum, needed_positions
+from cache_store.shard import ShardLayout, StoredSample, TextCut, checksum, needed_positions
 from cache_store.storage import Storage
 from cache_store.writer import load_spec
 
@@ -234,7 +234,10 @@ class CacheReader:
         if states and self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
             raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
         layout = layout or self._layout(where["shard"])
-        stored = layout.read(row, place[0], data, states=states)
+        try:
+            stored = layout.read(row, place[0], data, states=states)
+        except TextCut:
+            return self._fetch_once(position, True)
         sample_id = self.sample_id(position)
         if stored.sample_id != sample_id:
             raise CacheError(f"row {row} holds sample {stored.sample_id!r}, record says {sample_id!r}")

@@ -25,9 +25,12 @@ _INT8_MAX = 127.0
 _FP8_MAX = 448.0
 # int8 codes are uniform steps: error = step / sqrt(12). Scales aim a little below the bound, since bf16 rounds as well.
 _AIM = 0.0095 * np.sqrt(12.0)
-_GAUSS = np.sqrt(np.pi / 2.0)  # standard deviation per mean of |x|: the mean is not moved by one massive value
+_GAUSS = np.sqrt(np.pi / 2.0)  # standard deviation per mean of |x|
+_WIDE = 12.0
+_MEAN_PER_MEDIAN = 1.183  # of |x|, normal distribution
 _FP8_REACH = 64.0  # times the mean of |x|: beyond it fp8's small values would lose their bits
 _FINER = 0.7
+_LARGEST = 3.38e38  # a bit below the largest bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ def encode(name: str, bits_GRD: np.ndarray, rms_GD: np.ndarray | None) -> tuple[
         for start in range(0, rows, step):
             part = (group, slice(start, start + step))
             block = _Block(codes[part], scales[part], outlying[part], relative[part])
-            _encode_rows(name, to_float(bits_GRD[part]), rms, block)
+            with np.errstate(over="ignore", invalid="ignore"):  # near the end of float32: such rows get finer scales
+                _encode_rows(name, to_float(bits_GRD[part]), rms, block)
     counts = outlying.sum(axis=-1, dtype="<u2")
     where = np.nonzero(outlying)
     parts = (to_bits(scales).astype("<u2"), counts, where[2].astype("<u2"), bits_GRD[where].astype("<u2"))
@@ -115,21 +119,23 @@ def _encode_rows(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None, blo
         block.codes[done], block.scales[done] = codes[good], scales[done]
         block.outlying[done], block.relative[done] = outlying[good], relative[good]
         todo = todo[~good]  # ends: at scale 0 every value but 0 is an outlier
-        scales[todo] = _as_bf16(scales[todo] * np.float32(_FINER))
+        scales[todo] = to_float(_bits_down(scales[todo] * np.float32(_FINER)))
 
 
 def _first_scales(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None) -> np.ndarray:
     """float32 [R]: reaching the largest value, unless that makes the steps too coarse for the bound."""
     scaled = values_RD if rms_D is None else values_RD / rms_D
     magnitude = np.abs(scaled)
-    largest, mean = magnitude.max(axis=-1, initial=0.0), magnitude.mean(axis=-1)
+    largest, mean = magnitude.max(axis=-1, initial=0.0), magnitude.mean(axis=-1, dtype=np.float64)
+    wide = largest > _WIDE * mean  # few rows; their mean is that of the outliers
+    mean[wide] = _MEAN_PER_MEDIAN * np.median(magnitude[wide], axis=-1)
     if name == "f8r":
-        return np.minimum(largest, _FP8_REACH * mean) / np.float32(_FP8_MAX)
+        return _finite(np.minimum(largest, _FP8_REACH * mean) / _FP8_MAX)
     reach = np.minimum(largest / _INT8_MAX, _AIM * _GAUSS * mean)
     if rms_D is None:
         raise CacheError("codec i8cr needs the calibrated root mean square of every channel")
-    norm = np.sqrt(np.square(values_RD).sum(axis=-1))
-    return np.minimum(reach, _AIM * norm / np.sqrt(np.square(rms_D).sum())).astype(np.float32)
+    norm, spread = (np.sqrt(np.square(part, dtype=np.float64).sum(axis=-1)) for part in (values_RD, rms_D))
+    return _finite(np.minimum(reach, _AIM * norm / spread))
 
 
 def _quantise(
@@ -173,6 +179,15 @@ def _split(stored: np.ndarray, groups: int, rows: int, channels: int) -> tuple[n
     if total and int(columns.max()) >= channels:
         raise CacheError(f"an outlier in channel {int(columns.max())} of {channels}")
     return to_float(scales).reshape(groups, rows), counts.reshape(groups, rows), columns, values
+
+
+def _finite(scales: np.ndarray) -> np.ndarray:
+    return np.minimum(scales, _LARGEST).astype(np.float32)
+
+
+def _bits_down(scales: np.ndarray) -> np.ndarray:
+    """bf16 bits of positive values, rounded towards zero: a finer scale must be smaller, down to 0."""
+    return (scales.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _as_bf16(scales: np.ndarray) -> np.ndarray:

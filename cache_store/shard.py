@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import crc32c
 import numpy as np
 
+from cache_store.errors import CacheError
 from cache_store.fields import FieldCodecs, Planes, TensorError, tensor_errors
 from cache_store.manifest import SampleRecord
 from cache_store.schema import CacheSpec, TargetSample
@@ -119,6 +120,10 @@ class ShardWriter(Protocol):
         """What the codecs measured, one entry per tensor."""
 
 
+class TextCut(CacheError):
+    """A text range was too short for an unusually long text: read the whole sample instead."""
+
+
 class ShardLayout(Protocol):
     """How to read the samples of one finished shard from their byte ranges."""
 
@@ -126,7 +131,7 @@ class ShardLayout(Protocol):
         """(offset, length) that holds id, metadata, tokens and mask of the sample at `where` (offset, length)."""
 
     def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
-        """Decode a sample from its byte range (without states: its text range). Raises CacheError."""
+        """Decode a sample from its byte range (without states: its text range). Raises CacheError, TextCut."""
 
     def problems(self, spec: CacheSpec, num_bytes: int, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
         """(kind, detail) of what in the shard's own structure does not fit the settings and the record's ranges."""

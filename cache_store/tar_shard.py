@@ -23,7 +23,7 @@ from cache_store.errors import CacheError, SampleRejected
 from cache_store.fields import FieldCodecs, Planes, TensorError, merge_errors
 from cache_store.manifest import SampleRecord
 from cache_store.schema import CacheSpec, TargetSample
-from cache_store.shard import EncodedSample, StoredSample, checksum, encode_sample
+from cache_store.shard import EncodedSample, StoredSample, TextCut, checksum, encode_sample
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -179,7 +179,8 @@ class TarLayout:
 def parse_members(data: memoryview, *, whole: bool = True) -> dict[str, memoryview]:
     """Members of one sample by their names after the key; a range may end early unless `whole`.
 
-    Raises CacheError for a damaged header, members of several samples, unknown members, or missing bytes.
+    Raises CacheError for a damaged header, members of several samples, unknown members, or missing bytes, and TextCut
+    for a range that ends before its text does.
     """
     found: dict[str, memoryview] = {}
     keys: set[str] = set()
@@ -202,8 +203,11 @@ def parse_members(data: memoryview, *, whole: bool = True) -> dict[str, memoryvi
             raise CacheError(f"member {header.name!r} has {header.size} bytes, the sample ends after {len(data)}")
         found[name] = data[position : position + header.size]
         position += header.size + -header.size % BLOCK
+    if whole and position != len(data):
+        raise CacheError(f"the sample's members end at {position}, its range after {len(data)} bytes")
     if missing := [name for name in MEMBERS[:3] if name not in found]:
-        raise CacheError(f"members {', '.join(missing)} are missing from the sample's {len(data)} bytes")
+        kind = CacheError if whole else TextCut
+        raise kind(f"members {', '.join(missing)} are missing from the sample's {len(data)} bytes")
     return found
 
 
@@ -220,6 +224,8 @@ def _planes(members: dict[str, memoryview], field: str, size: int) -> Planes:
     frame, low = members.get(f"{field}_hi.zst"), members.get(f"{field}_lo.bin")
     stored = np.frombuffer(low, np.uint8) if low is not None else np.empty(0, np.uint8)
     if frame is None:
+        if size:
+            raise CacheError(f"{field}_hi.zst is missing, wanted a plane of {size} bytes")
         return np.empty(0, np.uint8), stored
     try:
         plane = pa.Codec("zstd").decompress(frame, decompressed_size=size)
