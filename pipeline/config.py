@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from pipeline.config_cache import CacheSection, DataSection
+from pipeline.config_evaluation import CalibrationSection, EvaluationSection
 from pipeline.config_section import Section
 from pipeline.config_serving import CostSection, SimulationSection
 from pipeline.errors import ConfigError
@@ -181,39 +182,6 @@ class TrainingSection(Section):
     """Times that Ray Train restarts dead workers from the last checkpoint."""
 
 
-class EvaluationSection(Section):
-    """Accepted length by real speculative decoding on held-out prompts."""
-
-    prompts: tuple[str, ...] = ()
-    output: str | None = None
-    """Folder of the report; null: `<training.output>/evaluation`."""
-    limit_per_domain: int | None = Field(default=None, gt=0)
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """The target's precision while it is measured; null: target.dtype. In float32 greedy equality must be exact."""
-    max_new_tokens: int = Field(default=256, gt=0)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """With top_k: cuts the distribution of temperatures above 0, the target's and the drafter's alike."""
-    top_k: int = Field(default=-1, ge=-1)
-    confidence_threshold: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Verify the drafts before the first whose confidence is below this; 0 verifies all, which calibration needs."""
-    batch_size: int = Field(default=8, gt=0)
-    """Requests that an actor decodes at a time; finished ones make room for waiting ones."""
-    compare_untrained: bool = True
-    """Measure the same drafter before training beside the trained one."""
-    target_prompts_per_domain: int | None = Field(default=None, gt=0)
-    """Prompts per domain that the target also decodes alone, for its own speed and for equality; null: all."""
-    allow_mismatch: bool = False
-    """Only warn when target, tokenizer or template differ from those that the drafter was trained for."""
-    stall_timeout_s: float = Field(default=1800.0, gt=0)
-    """No finished prompt for this long means that the actors hang: stop with a message."""
-    num_actors: int = Field(default=1, gt=0)
-    cpus_per_actor: float = Field(default=1.0, gt=0)
-    gpus_per_actor: float = Field(default=0.0, ge=0)
-    threads_per_actor: int | None = Field(default=None, gt=0)
-    seed: int = 42
-
-
 class ClusterSection(Section):
     """Which Ray to use: the cluster that the job was submitted to, or an embedded one."""
 
@@ -249,6 +217,7 @@ class Config(Section):
     drafter: DrafterSection
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
+    calibration: CalibrationSection = CalibrationSection()
     cost: CostSection = CostSection()
     simulation: SimulationSection = SimulationSection()
     cluster: ClusterSection = ClusterSection()
@@ -275,7 +244,8 @@ class Config(Section):
         ]
         if wrong:
             raise ValueError(
-                f"drafter.kind {kind} has no choice here: {'; '.join(wrong)}; remove these keys or choose kind dspark"
+                f"drafter.kind {kind} has no choice here: {'; '.join(wrong)}; give these keys the wanted values or remove "
+                "them, or choose kind dspark"
             )
         fixed_drafter, fixed_loss = KIND_FIXES[kind]
         if kind == "eagle3":

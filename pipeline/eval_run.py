@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.acceptance import DecodeRow, RoundRow
 from pipeline.cluster import has_accelerators, session_logs
-from pipeline.config import EvaluationSection
+from pipeline.config_evaluation import EvaluationSection
 from pipeline.errors import EvaluationFailed
 from pipeline.eval_actor import TRAINED, EvalActor, EvalRecipe, EvalTask, TaskResult, count_answers
 from pipeline.held_out import make_chunks
