@@ -244,8 +244,8 @@ class Config(Section):
         ]
         if wrong:
             raise ValueError(
-                f"drafter.kind {kind} has no choice here: {'; '.join(wrong)}; give these keys the wanted values or remove "
-                "them, or choose kind dspark"
+                f"drafter.kind {kind} has no choice here: {'; '.join(wrong)}; give these keys the wanted values or "
+                "remove them, or choose kind dspark"
             )
         fixed_drafter, fixed_loss = KIND_FIXES[kind]
         if kind == "eagle3":

@@ -132,7 +132,7 @@ def test_contradictions_of_a_kind_are_named_with_the_way_out(
     with pytest.raises(ValidationError, match=message) as error:
         Config.model_validate(config)
     if drafter["kind"] != "medusa":
-        assert "remove these keys or choose kind dspark" in str(error.value)
+        assert "remove them, or choose kind dspark" in str(error.value)
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "drafters.md"
