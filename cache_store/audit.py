@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from cache_store.containers import open_layout
 from cache_store.errors import CacheError, NotFound, ObjectEndsEarly
 from cache_store.fields import FieldCodecs
 from cache_store.identity import fingerprint
-from cache_store.ledger import parse_rejects, record_names, summaries
+from cache_store.ledger import Reject, parse_rejects, record_names, sealed_form
 from cache_store.manifest import MANIFEST, REJECTS, SHARDS, Manifest, SampleRecord, ShardRecord
 from cache_store.schema import CacheSpec
-from cache_store.shard import ShardLayout, StoredSample, checksum, needed_positions, supervised_spans
+from cache_store.shard import ShardLayout, StoredSample, checksum, indexed_metadata, needed_positions, supervised_spans
 from cache_store.storage import TEMPORARY, Storage
 from cache_store.writer import load_spec, record_name
 
@@ -27,8 +27,8 @@ class Finding:
 
     kind: str
     """Damage: bad-record, missing-record, wrong-settings, missing-shard, wrong-size, checksum, wrong-layout,
-    wrong-counts, id-mismatch, wrong-tokens, not-finite, bad-calibration, bad-rejects, bad-manifest, not-sealed.
-    orphan: left over from a crash, seen by no reader."""
+    wrong-counts, id-mismatch, wrong-tokens, wrong-metadata, not-finite, bad-calibration, bad-rejects, bad-manifest,
+    not-sealed. orphan: left over from a crash, seen by no reader."""
     name: str
     """Object, below the cache's root."""
     detail: str
@@ -98,7 +98,7 @@ def verify_cache(
         shards=len(records),
         samples=sum(record.num_samples for record in records),
         num_bytes=total,
-        findings=(*findings, *_check_rejects(storage), *_check_manifest(storage, spec, records)),
+        findings=(*findings, *_check_seal(storage, known, records)),
     )
 
 
@@ -213,6 +213,8 @@ def _check_sample(known: _Known, sample: SampleRecord, stored: StoredSample) -> 
         return [*found, ("wrong-tokens", f"{tokens} ids and {len(stored.loss_mask)} mask values, not {sample.tokens}")]
     if supervised_spans(stored.loss_mask) != sample.supervised_spans:
         found.append(("wrong-tokens", "its supervised positions differ from the record's"))
+    if indexed_metadata(stored.metadata) != (sample.finish, sample.domain):
+        found.append(("wrong-metadata", f"its record says finish {sample.finish!r}, domain {sample.domain!r}"))
     if tokens and not 0 <= stored.input_ids.min() <= stored.input_ids.max() < spec.vocab_size:
         found.append(("wrong-tokens", f"token ids outside the vocabulary of {spec.vocab_size}"))
     rows = tokens if spec.last_hidden == "all" else len(needed_positions(stored.loss_mask))
@@ -234,36 +236,49 @@ def _check_sample(known: _Known, sample: SampleRecord, stored: StoredSample) -> 
     return found
 
 
-def _check_rejects(storage: Storage) -> list[Finding]:
-    findings = []
+def _check_seal(storage: Storage, known: _Known, records: list[ShardRecord]) -> list[Finding]:
+    """Rejects, manifest and index: the sealed list must be what the records and rejects make."""
+    findings, rejected = [], dict[str, Reject]()
     names = [info.name for info in storage.list(REJECTS) if info.name.endswith(".jsonl")]
     for name, text in zip(names, storage.read_many(names), strict=True):
         try:
-            parse_rejects(text, name)
+            rejected |= {reject.sample_id: reject for reject in parse_rejects(text, name)}
         except CacheError as error:
             findings.append(Finding("bad-rejects", name, str(error)))
-    return findings
-
-
-def _check_manifest(storage: Storage, spec: CacheSpec, records: list[ShardRecord]) -> list[Finding]:
     try:
         manifest = Manifest.from_json(storage.read(MANIFEST))
-        if manifest.fingerprint != fingerprint(spec):
-            return [Finding("wrong-settings", MANIFEST, f"sealed under {manifest.fingerprint[:12]}")]
-        recorded = {record.name for record in records}
-        if lost := [shard for shard in manifest.shards if shard.name not in recorded]:
-            return [
-                Finding("missing-record", record_name(shard.name), f"the manifest lists {shard.num_samples} samples")
-                for shard in lost
-            ]
-        content = storage.read(manifest.index) if storage.exists(manifest.index) else b""
-        if checksum(content) != manifest.index_checksum:
-            raise CacheError(f"{manifest.index}: missing, or its crc32c is not {manifest.index_checksum}")
-        table = index.build(records)
-        if manifest.shards != summaries(records, table) or not table.equals(index.from_bytes(content, manifest.index)):
-            raise CacheError("differs from the commit records: run 'cache_store repair' or the build to seal anew")
+        index_bytes = storage.read(manifest.index) if storage.exists(manifest.index) else b""
     except NotFound:
-        return [Finding("not-sealed", MANIFEST, "the build has not finished; run it again")]
+        return [*findings, Finding("not-sealed", MANIFEST, "the build has not finished; run it again")]
+    except CacheError as error:
+        return [*findings, Finding("bad-manifest", MANIFEST, str(error))]
+    return findings + _check_manifest(manifest, index_bytes, known, (records, rejected))
+
+
+def _check_manifest(
+    manifest: Manifest, index_bytes: bytes, known: _Known, found: tuple[list[ShardRecord], dict[str, Reject]]
+) -> list[Finding]:
+    if manifest.fingerprint != known.fingerprint:
+        return [Finding("wrong-settings", MANIFEST, f"sealed under {manifest.fingerprint[:12]}")]
+    recorded = {record.name for record in found[0]}
+    if lost := [shard for shard in manifest.shards if shard.name not in recorded]:
+        detail = "the manifest lists {} samples under it"
+        return [Finding("missing-record", record_name(s.name), detail.format(s.num_samples)) for s in lost]
+    try:
+        if checksum(index_bytes) != manifest.index_checksum:
+            raise CacheError(f"{manifest.index}: missing, or its crc32c is not {manifest.index_checksum}")
+        table = index.from_bytes(index_bytes, manifest.index)
+        wanted, _ = sealed_form(known.spec, known.calibration, *found)
+        # The index's bytes depend on the Parquet writer's version; its rows do not.
+        listed = replace(wanted, index=manifest.index, index_checksum=manifest.index_checksum)
+        odd = [f.name for f in fields(Manifest) if getattr(listed, f.name) != getattr(manifest, f.name)]
+        if not table.equals(index.build(found[0])):
+            odd.append("the index")
+        if odd:
+            raise CacheError(
+                f"{', '.join(odd)}: not what the commit records and rejects make; seal anew with 'cache_store repair' "
+                "or the build"
+            )
     except CacheError as error:
         return [Finding("bad-manifest", MANIFEST, str(error))]
     return []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import uuid
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import pyarrow as pa
@@ -23,6 +23,7 @@ from cache_store.writer import load_spec, record_name
 
 STAGES = ("prompts", "regenerate", "extract")
 _NAMED = 5
+_PROOF = "sha256-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +72,10 @@ class Ledger:
         return {reject.sample_id: reject for name in names for reject in self._rejects[name]}
 
     def reject(self, rejects: list[Reject]) -> None:
-        """Store rejects, all or none of the list."""
+        """Store rejects, all or none of the list, under a name made from them: a changed byte is noticed."""
         if rejects:
-            lines = "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in rejects)
-            self.storage.put(f"{REJECTS}{uuid.uuid4().hex}.jsonl", lines.encode(), if_absent=True)
+            lines = "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in rejects).encode()
+            self.storage.put(f"{REJECTS}{_PROOF}{hashlib.sha256(lines).hexdigest()[:32]}.jsonl", lines)
 
     def pending(self, ids: Iterable[str]) -> list[str]:
         """Those of `ids` that are neither committed nor rejected, in their order, each once."""
@@ -106,21 +107,33 @@ def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
     """
     spec, ledger = load_spec(storage), Ledger(storage)
     records, rejected = ledger.records(), ledger.rejected()
-    print_wanted, scales = fingerprint(spec), _scales(storage, spec, records)
+    print_wanted = fingerprint(spec)
     for record in records:
         if record.fingerprint != print_wanted:
             raise CacheMismatch(
                 f"{storage.path(record.name)} was written under settings {record.fingerprint[:12]}, "
                 f"cache.json has {print_wanted[:12]}; move this shard and its record away"
             )
+    scales = _scales(storage, spec, records)
+    if expected_ids is not None:
+        ids = {sample.sample_id for record in records for sample in record.samples}
+        _check_complete(storage, set(expected_ids), ids | rejected.keys())
+    manifest, content = sealed_form(spec, scales, records, rejected)
+    storage.put(manifest.index, content)
+    storage.put(MANIFEST, manifest.to_json().encode())
+    return manifest
+
+
+def sealed_form(
+    spec: CacheSpec, scales: str | None, records: list[ShardRecord], rejected: Mapping[str, Reject]
+) -> tuple[Manifest, bytes]:
+    """What a seal writes: the manifest, and the content of the index it names. scales: digest of the calibration."""
     table = index.build(records)
     ids = set(index.column_list(table, "sample_id"))
     rejected = {sample_id: reject for sample_id, reject in rejected.items() if sample_id not in ids}
-    if expected_ids is not None:
-        _check_complete(storage, set(expected_ids), ids | rejected.keys())
     content = index.to_bytes(table)
     manifest = Manifest(
-        fingerprint=print_wanted,
+        fingerprint=fingerprint(spec),
         num_samples=len(ids),
         num_tokens=int(index.column(table, "tokens").sum()),
         num_supervised=int(index.column(table, "supervised").sum()),
@@ -134,9 +147,7 @@ def seal(storage: Storage, *, expected_ids: Collection[str] | None) -> Manifest:
         index_checksum=checksum(content),
         shards=summaries(records, table),
     )
-    storage.put(manifest.index, content)
-    storage.put(MANIFEST, manifest.to_json().encode())
-    return manifest
+    return manifest, content
 
 
 def _scales(storage: Storage, spec: CacheSpec, records: list[ShardRecord]) -> str | None:
@@ -196,7 +207,10 @@ def summaries(records: list[ShardRecord], table: pa.Table) -> tuple[ShardSummary
 
 
 def parse_rejects(text: bytes, where: str) -> list[Reject]:
-    """Lines of a file of rejects. Raises CacheError naming file and line."""
+    """Lines of a file of rejects. Raises CacheError naming file and line, or a content that its name does not allow."""
+    proof = where.rpartition("/")[2].removesuffix(".jsonl")
+    if proof.startswith(_PROOF) and hashlib.sha256(text).hexdigest()[:32] != proof.removeprefix(_PROOF):
+        raise CacheError(f"{where}: its content has changed since it was written")
     rejects = []
     for number, line in enumerate(text.decode().splitlines(), start=1):
         try:

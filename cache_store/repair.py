@@ -24,7 +24,7 @@ from cache_store.writer import load_spec, record_name
 
 SHARD_DAMAGE = {
     *("wrong-settings", "missing-shard", "wrong-size", "checksum", "wrong-layout", "wrong-counts", "id-mismatch"),
-    *("wrong-tokens", "not-finite"),
+    *("wrong-tokens", "wrong-metadata", "not-finite"),
 }
 SEAL_DAMAGE = {"bad-manifest", "not-sealed", "missing-record"}
 BUILD_AGAIN = "run the same build again"
