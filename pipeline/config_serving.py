@@ -35,7 +35,7 @@ class SimulationSection(Section):
     temperature: float | None = None
     """Use the recorded rounds of this temperature alone; null: all."""
     calibration: str | None = None
-    """A calibration to apply to recorded confidences; null: as recorded."""
+    """calibration.json whose temperatures the recorded confidences go through first; null: as recorded."""
     output: str | None = None
     """Folder of the results; null: `<training.output>/simulation`."""
     policies: tuple[str, ...] = ()

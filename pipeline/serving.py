@@ -9,21 +9,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from model.decoding import calibration
 from model.decoding.cost_table import CostTable, load_cost_table
 from model.decoding.policies import POLICIES, PlannerOptions
 from model.decoding.scheduler import warm_up
 from model.decoding.simulate import Load, Point, simulate
 from model.decoding.trace import ParametricAcceptance, Trace, parametric_trace
+from model.errors import CostTableError
 from pipeline.config import Config, dump_config
 from pipeline.errors import ConfigError
-from pipeline.recorded_rounds import read_recorded_trace
+from pipeline.recorded_rounds import Calibrate, read_recorded_trace
 from pipeline.serving_plots import plot_budget, plot_cost_table, plot_frontier, save_png
 from pipeline.telemetry import Progress
 
+VERSION = 1
 RESULT = "simulation.json"
 _MIN_CONSOLE_WIDTH = 110
 FRONTIER, BUDGET, COSTS = "frontier.png", "budget.png", "cost_table.png"
@@ -45,6 +49,7 @@ class SimulationResult:
     def to_json(self) -> str:
         """The result as JSON text."""
         data = {
+            "version": VERSION,
             "name": self.name,
             "source": self.source,
             "block_size": self.block_size,
@@ -54,6 +59,25 @@ class SimulationResult:
             "cost_table": json.loads(self.table.to_json()),
         }
         return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+
+
+def load_simulation(path: str | Path) -> SimulationResult:
+    """Read a simulation.json, for instance for a report. Raises ConfigError naming the file."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data["version"] != VERSION:
+            raise ConfigError(f"{path}: version {data['version']}, this program reads {VERSION}; simulate again")
+        return SimulationResult(
+            name=data["name"],
+            table=CostTable.from_json(json.dumps(data["cost_table"]), str(path)),
+            source=data["source"],
+            block_size=data["block_size"],
+            points=tuple(Point(**point) for point in data["points"]),
+            settings=data["settings"],
+            warnings=tuple(data["warnings"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, CostTableError) as error:
+        raise ConfigError(f"{path}: not a simulation's result: {type(error).__name__}: {error}") from error
 
 
 def cost_table_path(config: Config) -> Path:
@@ -124,20 +148,35 @@ def prepare(config: Config) -> Prepared:
     if table.draft_cost(1) == 0:
         warnings.append("the cost table holds no cost of drafting: every policy drafts for free")
     if section.rounds is None:
-        if section.temperature is not None:
-            raise ConfigError("simulation.temperature picks recorded rounds; set simulation.rounds, or leave it null")
+        if section.temperature is not None or section.calibration is not None:
+            raise ConfigError(
+                "simulation.temperature and simulation.calibration are about recorded rounds; set simulation.rounds, "
+                "or leave them null"
+            )
         acceptance = ParametricAcceptance(block_size=config.drafter.block_size, **section.acceptance.model_dump())
         trace, source = parametric_trace(acceptance, section.seed), "a formula"
     else:
-        recorded = read_recorded_trace(section.rounds, temperature=section.temperature)
+        scaled = None if section.calibration is None else _scaling(section.calibration)
+        recorded = read_recorded_trace(section.rounds, temperature=section.temperature, calibrate=scaled)
         trace = recorded.trace
         source = f"{len(trace.accepted_N)} recorded rounds of {len(trace.first_round_Q)} answers"
+        source += "" if scaled is None else ", calibrated"
         if recorded.cut:
             warnings.append(
                 f"{recorded.cut} of {recorded.rounds} recorded rounds left out: they were cut, so what their whole "
                 "blocks would have come to is not known"
             )
     return Prepared(trace, table, source, tuple(warnings))
+
+
+def _scaling(path: str) -> Calibrate:
+    """The temperatures of a saved calibration, as a map of confidences."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"simulation.calibration {path}: cannot read it: {error.strerror or error}") from error
+    temperatures = calibration.from_json(text, source=path).temperatures
+    return lambda confidences_NK: calibration.scale(torch.from_numpy(confidences_NK), temperatures).float().numpy()
 
 
 def busy_warnings(table: CostTable) -> list[str]:

@@ -75,7 +75,7 @@ class Planner:
 
     def enter(self, count: int) -> None:
         """`count` requests join behind the running ones; the mean over all requests stands for their past."""
-        rows = np.broadcast_to(self._new_K, (count, self._block))
+        rows = np.tile(self._new_K, (count, 1))
         self._map_past(lambda past_RK: np.concatenate([past_RK, rows]))
 
     def leave(self, stays_R: np.ndarray) -> None:
