@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
+from model.target_heads import TargetHeads, load_target_heads
 from pipeline.config import Config
-from pipeline.train.checkpoint import step_folder
+from pipeline.train import worker
+from pipeline.train.checkpoint import checksum, step_folder
 from pipeline.train.loop import LoopResult
 from pipeline.train.recipe import prepare_job
 from pipeline.train.worker import run_rank
@@ -37,3 +41,25 @@ def train_all(configs: list[Config], origins: dict[int, Continuation] | None = N
         dist.barrier()
         results.append(run_rank(prepare_job(config)))
     return results
+
+
+def train_and_watch_heads(configs: list[Config]) -> list[tuple[list[int], list[int]]]:
+    """Run each config; checksums of the frozen embedding and lm_head that it trained with, as loaded and at the end."""
+    watched = []
+    for config in configs:
+        loaded: list[tuple[TargetHeads, list[int]]] = []
+
+        def load(*args: Any, loaded: list[tuple[TargetHeads, list[int]]] = loaded, **kwargs: Any) -> TargetHeads:
+            heads = load_target_heads(*args, **kwargs)
+            loaded.append((heads, _checksums(heads)))
+            return heads
+
+        with mock.patch.object(worker, "load_target_heads", load):
+            worker.run_rank(prepare_job(config))
+        ((heads, before),) = loaded
+        watched.append((before, _checksums(heads)))
+    return watched
+
+
+def _checksums(heads: TargetHeads) -> list[int]:
+    return [checksum(buffer) for buffer in heads.buffers()]
