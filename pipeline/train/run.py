@@ -100,8 +100,8 @@ def describe(job: TrainingJob) -> str:
             *(f"data        {line}" for line in job.data),
             f"workers     {training.num_workers}, {training.precision}, ZeRO {training.zero_stage}, "
             f"{training.gpus_per_worker:g} GPUs each",
-            f"drafter     {job.drafter.kind}, {job.drafter.num_draft_layers} layers, hidden {job.drafter.hidden_size}, block "
-            f"{job.drafter.block_size}, layers {list(job.drafter.target_layer_ids)} of the target",
+            f"drafter     {job.drafter.kind}, {job.drafter.num_draft_layers} layers, hidden {job.drafter.hidden_size}, "
+            f"block {job.drafter.block_size}, layers {list(job.drafter.target_layer_ids)} of the target",
             *([f"vocabulary  {job.draft_vocab.line()}"] if job.draft_vocab else []),
             *([f"start       {training.init_from}"] if training.init_from else []),
             f"output      {job.output} ({_steps_done(job)} steps done)",
