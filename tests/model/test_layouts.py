@@ -183,5 +183,5 @@ def test_the_eagle3_layout_has_its_own_rules() -> None:
     with pytest.raises(CheckpointError, match="'norm_before_residual': True"):
         config_from_json({**data, "norm_before_residual": True}, source="here")
     del data["eagle_aux_hidden_state_layer_ids"]
-    with pytest.raises(CheckpointError, match="no target_layer_ids; wanted .* eagle3 layout"):
+    with pytest.raises(CheckpointError, match=r"no target_layer_ids; wanted .* eagle3 layout"):
         config_from_json(data, source="here")
