@@ -182,7 +182,7 @@ def _check_content(storage: Storage, known: _Known, record: ShardRecord) -> list
     except CacheError as error:
         return [*found, ("wrong-layout", str(error))]
     ranges = [(sample.offset, sample.length) for sample in record.samples]
-    if problems := layout.problems(known.spec, len(content), ranges):
+    if problems := layout.problems(known.spec, content, ranges):
         return [*found, *problems]
     for row, sample in enumerate(record.samples):
         for kind, text in _check_row(known, layout, row, (sample, content)):

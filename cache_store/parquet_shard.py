@@ -134,7 +134,7 @@ class ParquetLayout:
         """Decode one row from its byte range (without states: its text range). Raises CacheError."""
         return read_row(self.footer, row, data, states=states)
 
-    def problems(self, spec: CacheSpec, num_bytes: int, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
+    def problems(self, spec: CacheSpec, content: memoryview, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
         """(kind, detail) of columns, facts, counts and ranges that are not those of the settings and the record."""
         if not self.footer.schema.to_arrow_schema().equals(shard_schema(spec), check_metadata=True):
             return [("wrong-layout", "columns or their facts differ from the settings in cache.json")]

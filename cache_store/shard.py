@@ -133,8 +133,8 @@ class ShardLayout(Protocol):
     def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
         """Decode a sample from its byte range (without states: its text range). Raises CacheError, TextCut."""
 
-    def problems(self, spec: CacheSpec, num_bytes: int, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
-        """(kind, detail) of what in the shard's own structure does not fit the settings and the record's ranges."""
+    def problems(self, spec: CacheSpec, content: memoryview, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
+        """(kind, detail) of what in the whole shard's structure does not fit the settings and the record's ranges."""
 
 
 def checksum(data: Any) -> str:

@@ -7,6 +7,7 @@ Legend: T tokens, L captured layers, P stored last hidden states, D hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -87,16 +88,10 @@ class TarShardWriter:
 
     def _facts(self, row: EncodedSample, sample: TargetSample) -> bytes:
         """The JSON member: what a program needs to read the other members of the sample."""
-        spec = self.spec
         facts = {
             "sample_id": row.sample_id,
             "metadata": row.metadata,
-            "format_version": spec.format_version,
-            "dtype": "bfloat16",
-            "codec": spec.codec,
-            "last_codec": spec.last_codec,
-            "layer_ids": list(spec.layer_ids),
-            "last_hidden": spec.last_hidden,
+            **_spec_facts(self.spec),
             "shape": list(sample.hidden_states.shape),
         }
         return json.dumps(facts, ensure_ascii=False).encode()
@@ -122,15 +117,13 @@ class TarShardWriter:
                     raise CacheError(f"{self.path}: another sample than {row.sample_id!r} at {offset}")
                 records.append(row.record(offset, data))
             places = [(record.offset, record.length) for record in records]
-            if problems := TarLayout(b"").problems(self.spec, len(view), places):
+            if problems := TarLayout(b"").problems(self.spec, view, places):
                 raise CacheError(f"{self.path}: {problems[0][1]}")
             return len(view), 0, checksum(view), tuple(records)
 
     def abandon(self) -> None:
         """Drop the unfinished file."""
-        try:
-            self._sink.close()
-        except OSError:  # a full disk: the buffer cannot be written, and need not be
+        with contextlib.suppress(OSError):  # a full disk: the last buffer cannot be written, and need not be
             self._sink.close()
         self.path.unlink(missing_ok=True)
 
@@ -163,17 +156,40 @@ class TarLayout:
             captured, last = (_planes(members, field, values[field]) for field in ("cap", "last"))
         return StoredSample(sample_id, input_ids, loss_mask, metadata, captured, last)
 
-    def problems(self, spec: CacheSpec, num_bytes: int, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
-        """(kind, detail) of samples that do not fill the archive without gaps, up to its end."""
-        found, end = [], 0
+    def problems(self, spec: CacheSpec, content: memoryview, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
+        """(kind, detail) of samples that do not fill the archive up to its end, or state other facts than settings."""
+        found, end, wanted = [], 0, _spec_facts(spec)
         for number, (offset, length) in enumerate(ranges):
             if offset != end or length % BLOCK:
                 found.append(("wrong-layout", f"sample {number} lies at {offset, length}, wanted blocks from {end}"))
             end = offset + length
-        if num_bytes != end + len(END):
-            detail = f"{num_bytes} bytes, wanted {len(END)} after the {len(ranges)} samples of the record, at {end}"
+            try:
+                facts = json.loads(bytes(parse_members(content[offset:end])["json"]))
+            except (CacheError, ValueError) as error:
+                found.append(("wrong-layout", f"sample {number}: {error}"))
+                continue
+            if other := [name for name, value in wanted.items() if facts.get(name) != value]:
+                found.append(
+                    ("wrong-layout", f"sample {number}: {', '.join(other)} differ from the settings in cache.json")
+                )
+        if len(content) != end + len(END):
+            detail = f"{len(content)} bytes, wanted {len(END)} after the {len(ranges)} samples of the record, at {end}"
             found.append(("wrong-counts", detail))
+        elif bytes(content[end:]) != END:
+            found.append(("wrong-layout", "no zeros at the end of the archive"))
         return found
+
+
+def _spec_facts(spec: CacheSpec) -> dict[str, Any]:
+    """What the JSON member of every sample of a cache repeats."""
+    return {
+        "format_version": spec.format_version,
+        "dtype": "bfloat16",
+        "codec": spec.codec,
+        "last_codec": spec.last_codec,
+        "layer_ids": list(spec.layer_ids),
+        "last_hidden": spec.last_hidden,
+    }
 
 
 def parse_members(data: memoryview, *, whole: bool = True) -> dict[str, memoryview]:

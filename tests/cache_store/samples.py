@@ -18,8 +18,13 @@ from cache_store.writer import CacheWriter, create_cache
 IDENTITY = {"target": "toy", "weights": "w0", "template": "t0", "temperature": 0.7, "seed": 1, "max_length": 64}
 
 
+DEFAULTS: dict[str, Any] = {"format": "parquet"}
+"""The fixture `both_formats` exchanges it."""
+
+
 def make_spec(**changes: Any) -> CacheSpec:
     settings: dict[str, Any] = {
+        **DEFAULTS,
         "layer_ids": (0, 2),
         "hidden_size": 16,
         "num_target_layers": 5,

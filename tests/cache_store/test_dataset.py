@@ -20,6 +20,8 @@ from cache_store.selection import Selection, unit_hash
 from cache_store.storage import Storage, open_storage
 from tests.cache_store.samples import build_cache, make_spec
 
+pytestmark = pytest.mark.usefixtures("both_formats")
+
 COUNT = 11
 
 

@@ -160,7 +160,7 @@ def test_a_sample_is_decoded_from_its_range_alone(
             codecs_of(spec).captured.decode_into(stored.captured, record.tokens, out)
             assert np.array_equal(out, sample.hidden_states)
         assert text.captured[1].size == 0
-    assert layout.problems(spec, len(content), [(r.offset, r.length) for r in records]) == []
+    assert layout.problems(spec, memoryview(content), [(r.offset, r.length) for r in records]) == []
 
 
 def test_the_text_of_a_long_sample_is_a_small_part_of_it(tmp_path: Path) -> None:
@@ -218,12 +218,17 @@ def test_another_frame_or_foreign_member_is_refused(tmp_path: Path) -> None:
 
 def test_gaps_and_lengths_that_do_not_fit_are_found(tmp_path: Path) -> None:
     spec = make_spec(format="tar")
-    num_bytes, records = write_shard(tmp_path / "s.tar", spec, [make_sample(spec, n) for n in range(2)])
+    _, records = write_shard(tmp_path / "s.tar", spec, [make_sample(spec, n) for n in range(2)])
+    content = memoryview((tmp_path / "s.tar").read_bytes())
     ranges = [(record.offset, record.length) for record in records]
     layout = TarLayout(b"")
-    assert [kind for kind, _ in layout.problems(spec, num_bytes, ranges[:1])] == ["wrong-counts"]
-    assert [kind for kind, _ in layout.problems(spec, num_bytes, [ranges[1]])] == ["wrong-layout"]
-    assert [kind for kind, _ in layout.problems(spec, num_bytes - 1, ranges)] == ["wrong-counts"]
+    assert layout.problems(spec, content, ranges) == []
+    assert [kind for kind, _ in layout.problems(spec, content, ranges[:1])] == ["wrong-counts"]
+    assert [kind for kind, _ in layout.problems(spec, content, [ranges[1]])] == ["wrong-layout"]
+    assert [kind for kind, _ in layout.problems(spec, content[:-1], ranges)] == ["wrong-counts"]
+    assert "no zeros" in layout.problems(spec, memoryview(bytes(content[:-1]) + b"x"), ranges)[0][1]
+    other = make_spec(format="tar", layer_ids=(0, 1), last_hidden="all")
+    assert "layer_ids, last_hidden differ" in layout.problems(other, content, ranges)[0][1]
 
 
 def test_plane_beyond_ustar_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
