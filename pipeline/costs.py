@@ -62,8 +62,7 @@ def run_measurement(config: Config, *, dry_run: bool = False, console: Console |
     if dry_run:
         resolve_target(config.target)
         return None
-    with ray_session(config.cluster):
-        table = _measure_on_ray(config)
+    table = _measure_on_ray(config)
     save_cost_table(table, path)
     picture = save_png(plot_cost_table(table), path.with_name(COSTS))
     for size in (1, 8, 64, table.max_tokens):
@@ -188,20 +187,20 @@ def _wait(device: str) -> None:
 
 
 def _measure_on_ray(config: Config) -> CostTable:
-    import ray
-
     section = config.cost
-    gpus = section.gpus if has_accelerators() else 0.0
     absolute = config.training.model_copy(update={"output": str(Path(config.training.output).absolute())})
     local = config.model_copy(update={"target": worker_section(config.target), "training": absolute})
-    recipe = CostRecipe(config=local, device="cuda" if gpus else "cpu")
-    remote: Any = ray.remote(measure_costs)
-    try:
-        table: CostTable = ray.get(remote.options(num_cpus=section.cpus, num_gpus=gpus).remote(recipe))
-    except ray.exceptions.RayError as error:
-        known = own_error(error)
-        if known is not None:
-            raise known from error
-        line = str(error).strip().splitlines()[-1]
-        raise EvaluationFailed(f"measure: the measuring process failed: {line}; see {session_logs()}") from error
+    with ray_session(config.cluster):
+        import ray
+
+        gpus = section.gpus if has_accelerators() else 0.0
+        remote: Any = ray.remote(measure_costs).options(num_cpus=section.cpus, num_gpus=gpus)
+        try:
+            table: CostTable = ray.get(remote.remote(CostRecipe(config=local, device="cuda" if gpus else "cpu")))
+        except ray.exceptions.RayError as error:
+            known = own_error(error)
+            if known is not None:
+                raise known from error
+            line = str(error).strip().splitlines()[-1]
+            raise EvaluationFailed(f"measure: the measuring process failed: {line}; see {session_logs()}") from error
     return table
