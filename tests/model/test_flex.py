@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from model.attention import BlockLayout, block_attention, plan_groups, reference_attention
 from model.flex import TILE, FlexPlan, plan_attention
@@ -72,6 +73,19 @@ def test_the_processor_gets_groups() -> None:
     assert torch.equal(out, block_attention(query, block, context, plan_groups(layout)))
     empty = layout_of([])
     assert plan_attention(empty, (1, COLUMNS))(*random_inputs(empty)).shape == (0, 3, 4, 8)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_kernel_walks_the_tiles_to_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's kernel for CPUs reads the table of tiles, as a GPU's does; in torch 2.13 it wants static shapes."""
+    monkeypatch.setattr("model.flex._compiled_attention", lambda: torch.compile(flex_attention, dynamic=False))
+    for window in (None, 96):
+        layout, shape = big_layout(window)
+        query, block, context = random_inputs(layout, batch=2, length=700)
+        wide = [torch.nn.functional.pad(x, (0, 8)).float() for x in (query * 2**0.5, *block, *context)]
+        out = FlexPlan(layout, shape, compiled=True)(wide[0], (wide[1], wide[2]), (wide[3], wide[4]))[..., :8]
+        assert torch.allclose(out.double(), reference_attention(query, block, context, layout), atol=1e-5)
 
 
 @pytest.mark.gpu
