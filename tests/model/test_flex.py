@@ -78,7 +78,7 @@ def test_the_processor_gets_groups() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_kernel_walks_the_tiles_to_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's kernel for CPUs reads the table of tiles, as a GPU's does; in torch 2.13 it wants static shapes."""
+    """The compiler's kernel for CPUs reads the tile table as a GPU's does; torch 2.13's wants static shapes."""
     monkeypatch.setattr("model.flex._compiled_attention", lambda: torch.compile(flex_attention, dynamic=False))
     for window in (None, 96):
         layout, shape = big_layout(window)

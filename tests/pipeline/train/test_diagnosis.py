@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from cache_store.dataset import CacheBatch
 from model.losses import DrafterInputs, LossOutput
 from pipeline.train.diagnosis import describe_loss
 from pipeline.train.loop import make_inputs
@@ -47,3 +48,41 @@ def test_says_when_no_sample_alone_is_to_blame() -> None:
     )
     text = describe_loss(batch, inputs, broken, total_of_states)
     assert text == "step 3: the loss is inf; samples: none alone, together s30, s31 (l1_loss)"
+
+
+def packed_batch() -> CacheBatch:
+    """Two documents of 6 tokens in one row."""
+    batch = batch_at(3, 0)
+    return dataclasses.replace(
+        batch,
+        rows=torch.zeros(2, dtype=torch.int64),
+        starts=torch.tensor([0, 6]),
+        documents=torch.arange(2).repeat_interleave(6)[None],
+        **{
+            name: getattr(batch, name).flatten(0, 1)[None].clone()
+            for name in ("input_ids", "loss_mask", "hidden_states", "last_hidden_state")
+        },
+    )
+
+
+def test_names_the_document_of_a_packed_row() -> None:
+    batch = packed_batch()
+    batch.hidden_states[0, 6 + 4, 1] = float("nan")
+    inputs = make_inputs(batch, [ANCHORS, ANCHORS], CONFIG)
+    text = describe_loss(batch, inputs, total_of_states(inputs), total_of_states)
+    assert text.endswith("samples: s31 (non-finite input in captured layer #0; terms ce_loss, confidence_loss)")
+
+
+def test_a_document_alone_has_the_blocks_it_would_have_in_a_row_of_its_own() -> None:
+    batch, alone = packed_batch(), []
+
+    def keep(inputs: DrafterInputs) -> LossOutput:
+        alone.append(inputs.blocks)
+        return total_of_states(inputs)
+
+    inputs = make_inputs(batch, [ANCHORS, ANCHORS], CONFIG)
+    describe_loss(batch, inputs, total_of_states(inputs), keep)
+    wanted = make_inputs(batch_at(3, 0, size=1), [ANCHORS], CONFIG).blocks
+    for field in dataclasses.fields(wanted):
+        if field.name != "draftable_tokens":
+            assert torch.equal(getattr(alone[1], field.name), getattr(wanted, field.name)), field.name
