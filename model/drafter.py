@@ -38,7 +38,7 @@ class DSparkDrafter(nn.Module):
     """See the module docstring. All parameters are trainable."""
 
     draft_ids: Tensor | None
-    """int64 [V_d]: the target token of each draft token, kept for export; None: the whole vocabulary, or not set yet."""
+    """int64 [V_d]: the target token of each draft token, kept for export; None: the whole vocabulary, or unset."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

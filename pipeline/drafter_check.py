@@ -9,7 +9,8 @@ from typing import Any
 
 from cache_store.identity import digest_tokenizer, digest_weights
 from model.config import DrafterConfig
-from model.errors import ModelError
+from model.decoding.calibration import check_temperatures
+from model.errors import CalibrationError, ModelError
 from model.export import config_from_json
 from pipeline.config import Config
 from pipeline.errors import ConfigError
@@ -18,6 +19,9 @@ from pipeline.train.metrics import METRICS, read_metrics
 
 TAIL_SHARE = 0.1
 """Share of the last training steps whose mean is training's expected accepted length."""
+
+TEMPERATURES_KEY = "confidence_temperatures"
+"""Key of the drafter's config.json: one temperature per draft position, c_k = σ(logit_k / T_k). Absent: none."""
 
 # What the cache's identity says that changes what the drafter sees or what the target answers.
 _REFUSED = ("weights", "tokenizer", "chat_template", "chat_template_kwargs", "stop_ids")
@@ -30,6 +34,8 @@ class CheckedDrafter:
     """The exported drafter's own configuration, and what differs without being fatal."""
 
     config: DrafterConfig
+    confidence_temperatures: tuple[float, ...]
+    """One per draft position; empty when the drafter was not calibrated."""
     warnings: tuple[str, ...]
 
 
@@ -43,6 +49,7 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         drafter = config_from_json(data, source=str(file))
+        temperatures = _temperatures(data, drafter, file)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder}: no exported drafter there; run jobs/train.py with this config first") from error
     except (OSError, ValueError, ModelError) as error:
@@ -61,7 +68,19 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
             f"the drafter reads layers {list(drafter.target_layer_ids)}, extraction.layer_ids says "
             f"{list(config.extraction.layer_ids)}; the drafter's own are used"
         )
-    return CheckedDrafter(drafter, tuple(warnings))
+    return CheckedDrafter(drafter, temperatures, tuple(warnings))
+
+
+def _temperatures(data: dict[str, Any], drafter: DrafterConfig, file: Path) -> tuple[float, ...]:
+    if TEMPERATURES_KEY not in data:
+        return ()
+    temperatures = check_temperatures(data[TEMPERATURES_KEY], source=f"{file}: {TEMPERATURES_KEY}")
+    if len(temperatures) != drafter.block_size:
+        raise CalibrationError(
+            f"{file}: {len(temperatures)} {TEMPERATURES_KEY} for a block of {drafter.block_size} drafts; run "
+            "jobs/calibrate_drafter.py"
+        )
+    return temperatures
 
 
 def _check_shape(file: Path, drafter: DrafterConfig, target: CheckedTarget) -> None:

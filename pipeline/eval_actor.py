@@ -50,6 +50,8 @@ class EvalRecipe:
     top_p: float
     top_k: int
     confidence_threshold: float
+    confidence_temperatures: tuple[float, ...] = ()
+    """The drafter's calibration, which the threshold applies to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,7 @@ class PromptDecoder:
             stop_ids=frozenset(recipe.stop_ids),
             seed=recipe.seed,
             confidence_threshold=recipe.confidence_threshold,
+            confidence_temperatures=recipe.confidence_temperatures,
         )
         drafter = make_drafter(self._drafters[name], self._heads) if name in self._drafters else None
         return BatchDecoder(self._verifier, drafter, config, batch_size=recipe.batch_size)

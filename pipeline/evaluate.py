@@ -18,17 +18,19 @@ from model.config import DrafterConfig
 from pipeline.acceptance import ALL_DOMAINS, break_down, check_greedy, summarise, summarise_speed
 from pipeline.cluster import ray_session
 from pipeline.config import Config, dump_config
-from pipeline.drafter_check import check_drafter, expected_tau
+from pipeline.drafter_check import CheckedDrafter, check_drafter, expected_tau
 from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.eval_actor import TRAINED, EvalRecipe, EvalTask, default_threads
 from pipeline.eval_run import Measured, decode_tasks
 from pipeline.held_out import HeldOut, Leak, find_leak, make_tasks, read_held_out
+from pipeline.html_report import REPORT_JSON, write_html
 from pipeline.identity import CheckedTarget, check_target
-from pipeline.report import EvaluationReport, TauAgreement, markdown, print_report
+from pipeline.report import EvaluationReport, TauAgreement
+from pipeline.report_text import markdown, print_report
 from pipeline.rounds_table import ROUNDS, write_tables
 from pipeline.sweep import sweep_thresholds
 
-REPORT_JSON, REPORT_MARKDOWN = "report.json", "report.md"
+REPORT_MARKDOWN = "report.md"
 DRAFTER = "drafter"
 _SHOWN_PROMPTS = 3
 USELESS_TAU = 1.05
@@ -74,10 +76,34 @@ def run_evaluation(config: Config, *, dry_run: bool = False, console: Console | 
     report = _make_report(config, ready, measured)
     write_tables(output, measured.rounds, measured.decodes)
     _write(output, config, report)
+    page = write_html(config, output)
     print_report(report, console)
-    console.print(f"report: {output / REPORT_MARKDOWN}, {output / REPORT_JSON}; every round: {output / ROUNDS}")
+    console.print(f"report: {page}, {output / REPORT_MARKDOWN}, {output / REPORT_JSON}; every round: {output / ROUNDS}")
     require_lossless(config, report)
     return report
+
+
+def make_recipe(config: Config, target: CheckedTarget, folder: Path, drafter: CheckedDrafter) -> EvalRecipe:
+    """What the actors need, for the drafter exported to `folder`."""
+    section = config.evaluation
+    return EvalRecipe(
+        target=target.section.model_copy(update={"dtype": measured_dtype(config)}),
+        drafter=str(folder),
+        untrained_seed=config.training.seed if section.compare_untrained else None,
+        template_kwargs=config.generation.chat_template_kwargs,
+        history=target.history,
+        stop_ids=target.stop_ids,
+        max_new_tokens=section.max_new_tokens,
+        max_length=min(config.max_length, drafter.config.max_position_embeddings),
+        seed=section.seed,
+        device="cuda" if section.gpus_per_actor > 0 else "cpu",
+        threads=section.threads_per_actor or default_threads(section.num_actors),
+        batch_size=section.batch_size,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        confidence_threshold=section.confidence_threshold,
+        confidence_temperatures=drafter.confidence_temperatures,
+    )
 
 
 def output_folder(config: Config) -> Path:
@@ -106,23 +132,7 @@ def _prepare(config: Config) -> _Ready:
     target = check_target(config)
     checked = check_drafter(folder, config, target)
     held_out = read_held_out(config)
-    recipe = EvalRecipe(
-        target=target.section.model_copy(update={"dtype": measured_dtype(config)}),
-        drafter=str(folder),
-        untrained_seed=config.training.seed if section.compare_untrained else None,
-        template_kwargs=config.generation.chat_template_kwargs,
-        history=target.history,
-        stop_ids=target.stop_ids,
-        max_new_tokens=section.max_new_tokens,
-        max_length=min(config.max_length, checked.config.max_position_embeddings),
-        seed=section.seed,
-        device="cuda" if section.gpus_per_actor > 0 else "cpu",
-        threads=section.threads_per_actor or default_threads(section.num_actors),
-        batch_size=section.batch_size,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        confidence_threshold=section.confidence_threshold,
-    )
+    recipe = make_recipe(config, target, folder, checked)
     tasks = tuple(make_tasks(held_out.prompts, section.temperatures, section.target_prompts_per_domain))
     leak = find_leak(config, held_out.prompts)
     return _Ready(recipe, tasks, held_out, leak, target, checked.config, checked.warnings)
@@ -216,6 +226,7 @@ def _settings(config: Config, ready: _Ready) -> dict[str, Any]:
         "chat_template_kwargs": config.generation.chat_template_kwargs,
         "threads": ready.recipe.threads,
         "block_size": ready.drafter.block_size,
+        "confidence_temperatures": list(ready.recipe.confidence_temperatures),
         "target_layer_ids": list(ready.drafter.target_layer_ids),
         "first_rendered_prompts": [chat.text(prompt.system, prompt.users[:1], []) for prompt in shown],
     }

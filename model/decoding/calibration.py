@@ -150,7 +150,8 @@ def scale(confidences: Tensor, temperatures: Sequence[float]) -> Tensor:
         raise CalibrationError(
             f"{len(temperatures)} temperatures for {confidences.shape[-1]} draft positions; fit this drafter again"
         )
-    return torch.sigmoid(_logits(confidences) / torch.tensor(temperatures, dtype=torch.float64))
+    divisors = torch.tensor(temperatures, dtype=torch.float64, device=confidences.device)
+    return torch.sigmoid(_logits(confidences) / divisors)
 
 
 def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:

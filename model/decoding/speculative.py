@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from model.decoding.calibration import scale
 from model.decoding.chain_drafting import make_drafter
 from model.decoding.drafting import Drafter, Proposal
 from model.decoding.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, warp
@@ -69,6 +70,8 @@ class DecodeConfig:
     top_k: int = -1
     confidence_threshold: float = 0.0
     """Propose only the drafts before the first whose confidence is below this; 0 proposes all."""
+    confidence_temperatures: tuple[float, ...] = ()
+    """Calibration of what the threshold (or a schedule) sees, one per draft position; empty: as the head says."""
 
     def __post_init__(self) -> None:
         """Raises DecodingError for impossible settings."""
@@ -267,7 +270,8 @@ class BatchDecoder:
     def _counts(self, proposal: Proposal, block: int) -> list[int]:
         if self._schedule is None or proposal.confidences is None:
             return [block] * len(self._rows)
-        return list(self._schedule(proposal.confidences))
+        confidences, temperatures = proposal.confidences, self._config.confidence_temperatures
+        return list(self._schedule(scale(confidences, temperatures).float() if temperatures else confidences))
 
     def _verify(self, proposal: Proposal | None, counts: list[int], logits: Tensor, uniforms: Tensor) -> Verdict:
         """Verdicts from logits [B, 1 + max(counts), V]; drafts behind the longest proposal are left out."""
