@@ -344,7 +344,9 @@ def _explain(error: ValidationError) -> Iterable[str]:
         elif item["type"] == "missing":
             yield f"key {dotted!r} is missing"
         else:
-            yield f"{dotted}: {item['msg'].removeprefix('Value error, ')} (found {item['input']!r:.120})"
+            message = item["msg"].removeprefix("Value error, ")
+            # A contradiction between sections names the values itself.
+            yield f"{dotted}: {message} (found {item['input']!r:.120})" if location else message
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:
