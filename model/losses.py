@@ -39,7 +39,8 @@ class DrafterInputs:
     """One micro-batch, all on the drafter's device."""
 
     hidden_states_BTC: Tensor
-    """Captured layers of the target, concatenated ascending per token; any float dtype."""
+    """Captured layers of the target, concatenated ascending per token; any float dtype. Padding may hold any finite
+    value: no block reads it, but its rows are projected with the others."""
     last_hidden_BTD: Tensor
     """After the target's final norm; row i predicts token i+1. Read only where a supervised label needs it."""
     blocks: Blocks
