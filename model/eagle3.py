@@ -79,7 +79,9 @@ class Eagle3Drafter(nn.Module):
         # Padding may hold anything; no block reads it, but the embedding must not fail on it.
         next_ids = input_ids_BT[:, 1 : needed + 1].clamp(0, self.config.vocab_size - 1)
         positions_BT = context_positions(blocks, len(hidden_BTC), needed)
-        context_kv, _ = self.read(next_ids, feature_BTD, positions_BT, heads)
+        context_kv = self._layer.self_attn.key_value(
+            self._join(next_ids, feature_BTD, heads), rotation(positions_BT, self.config, self.dtype)
+        )
         feature_AD = feature_BTD[blocks.rows, blocks.anchors - 1]
         outputs: list[Tensor] = []
         keys, values = ([part.new_empty(len(feature_AD), 0, *part.shape[2:])] for part in context_kv)
@@ -103,14 +105,19 @@ class Eagle3Drafter(nn.Module):
 
         `positions` [...] are the rotary ones: those of the features.
         """
-        layer = cast(Eagle3Layer, self.layers[0])
-        joined = layer.join(heads.embed(ids).to(self.dtype), feature)
-        by = rotation(positions, self.config, self.dtype)
-        return layer.self_attn.key_value(joined, by), layer.self_attn.query(joined, by)
+        joined, by = self._join(ids, feature, heads), rotation(positions, self.config, self.dtype)
+        return self._layer.self_attn.key_value(joined, by), self._layer.self_attn.query(joined, by)
 
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [..., D], which is the next step's feature, from attention outputs [..., H, E]."""
-        return cast(Eagle3Layer, self.layers[0]).finish(feature, attended)
+        return self._layer.finish(feature, attended)
+
+    @property
+    def _layer(self) -> Eagle3Layer:
+        return cast(Eagle3Layer, self.layers[0])
+
+    def _join(self, ids: Tensor, feature: Tensor, heads: TargetHeads) -> Tensor:
+        return self._layer.join(heads.embed(ids).to(self.dtype), feature)
 
 
 def _layout(blocks: Blocks, step: int) -> BlockLayout:
