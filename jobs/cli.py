@@ -17,12 +17,19 @@ EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 
-def run_job(description: str, call: Callable[[Config, bool], int], argv: Sequence[str] | None = None) -> int:
+def run_job(
+    description: str,
+    call: Callable[[Config, bool], int],
+    argv: Sequence[str] | None = None,
+    *,
+    options: argparse.ArgumentParser | None = None,
+) -> int:
     """Parse `--config FILE [section.key=value ...] [--dry-run] [--print-config]` and call `call(config, dry_run)`.
 
+    `options`: the job's own options (a parser without help), which the job has read by parse_known_args.
     Returns the exit code: the call's own, 1 for a failed run, 2 for a wrong config, 130 when interrupted.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, parents=[options] if options else [])
     parser.add_argument("--config", required=True, help="YAML file, for instance jobs/configs/smollm2_demo.yaml")
     parser.add_argument("--dry-run", action="store_true", help="validate, price the job and stop")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")

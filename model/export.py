@@ -40,11 +40,13 @@ def save_drafter(
     *,
     heads: TargetHeads | None = None,
     self_contained: bool = False,
+    keep: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write config.json and model.safetensors in the parameters' dtype; returns the folder.
 
-    `extra` (JSON types: provenance, run, step) is stored under the key `provenance`, which no loader reads. Weights are
-    written before the config and each file is renamed into place, so a folder with a config.json is complete.
+    `extra` (JSON types: provenance, run, step) is stored under the key `provenance`, which no loader reads; `keep` are
+    further keys that only this project reads. Weights are written before the config and each file is renamed into
+    place, so a folder with a config.json is complete.
     `heads` in their stored dtype are needed for a reduced vocabulary, a scaled embedding and `self_contained`.
     Raises CheckpointError when they are needed and absent.
     """
@@ -54,7 +56,7 @@ def save_drafter(
     temporary = folder / f".{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     os.replace(temporary, folder / WEIGHTS)
-    data = config_json(drafter.config, dtype=drafter.dtype) | {"provenance": dict(extra)}
+    data = {**config_json(drafter.config, dtype=drafter.dtype), **(keep or {}), "provenance": dict(extra)}
     temporary = folder / f".{CONFIG}.tmp"
     temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, folder / CONFIG)

@@ -61,6 +61,33 @@ def serve_commands(config: DrafterConfig, *, target: str, drafter: str) -> dict[
     return {"vllm": f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'", "sglang": sglang}
 
 
+def tensor_readers(name: str, config: DrafterConfig) -> str:
+    """Who reads a tensor of the export: a few words for a table."""
+    if name in ("embed_tokens.weight", "lm_head.weight", "d2t"):
+        return "vLLM; SGLang skips it" if layout_of(config) != "eagle3" else "vLLM, SGLang"
+    if name.startswith("confidence_head."):
+        return "vLLM (adaptive verification), SGLang"
+    return "vLLM, SGLang"
+
+
+def flag_readers(key: str) -> str:
+    """Who reads a key of config.json: a few words for a table."""
+    if key in _OURS:
+        return "this project"
+    return _FLAG_READERS.get(key, "vLLM, SGLang")
+
+
+_OURS = frozenset({"drafter_kind", "zero_markov_head", "rope_theta", "num_target_layers", "confidence_temperatures"})
+_FLAG_READERS = {
+    "markov_head_type": "SGLang (vLLM takes it for vanilla)",
+    "sample_from_anchor": "vLLM (SGLang takes it for true)",
+    "draft_vocab_size": "vLLM",
+    "block_size": "vLLM, SGLang: drafts per round",
+    "target_layer_ids": "vLLM, SGLang: captured at id + 1",
+    "mask_token_id": "vLLM, SGLang: fills the slots after the anchor",
+}
+
+
 def _vllm(config: DrafterConfig, target_family: str) -> list[ServingWarning]:
     def say(text: str, *, blocks: bool = False) -> None:
         found.append(ServingWarning("vllm", blocks, text))

@@ -25,3 +25,7 @@ class TrainingFailed(PipelineError):
 
 class EvaluationFailed(PipelineError):
     """An evaluation could not be finished, or found that speculation changes the target's output."""
+
+
+class ExportFailed(PipelineError):
+    """A drafter cannot be exported: what would be served is not what was trained."""

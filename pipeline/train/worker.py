@@ -272,10 +272,15 @@ def _finish(job: TrainingJob, result: LoopResult, failures: list[str]) -> None:
 
 def export_drafter(job: TrainingJob, checkpoint: Path, state: CheckpointState) -> None:
     """Write `<output>/drafter` from a checkpoint's float32 masters, in the run's precision."""
+    heads = load_target_heads(resolve_target(job.config.target), dtype=None, draft_ids=job.draft_ids)
+    provenance = {**job.provenance, "step": state.step}
+    save_drafter(job.output / DRAFTER, drafter_of(job, checkpoint), provenance, heads=heads)
+
+
+def drafter_of(job: TrainingJob, checkpoint: Path) -> AnyDrafter:
+    """The drafter of a checkpoint in the run's precision, its draft vocabulary set."""
     drafter = new_drafter(job.drafter)
     masters = {name: parameter.master for name, parameter in read_parameters(checkpoint).items()}
     drafter.load_state_dict(masters)
-    drafter.to(DTYPES[job.training.precision])
     drafter.draft_ids = job.draft_ids
-    heads = load_target_heads(resolve_target(job.config.target), dtype=None, draft_ids=job.draft_ids)
-    save_drafter(job.output / DRAFTER, drafter, {**job.provenance, "step": state.step}, heads=heads)
+    return drafter.to(DTYPES[job.training.precision])
