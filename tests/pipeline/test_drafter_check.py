@@ -80,7 +80,7 @@ def test_missing_or_foreign_drafter_is_one_line(make_config: Callable[..., Confi
         check_drafter(tmp_path / "nothing", config, check_target(config))
     folder = export(config)
     data = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**data, "vocab_size": 77, "mask_token_id": 1}))
+    (folder / "config.json").write_text(json.dumps({**data, "vocab_size": 77, "draft_vocab_size": 77, "mask_token_id": 1}))
     with pytest.raises(ConfigError, match="vocab_size 77, the target has 1024"):
         check_drafter(folder, config, check_target(config))
     (folder / "config.json").write_text("{")
