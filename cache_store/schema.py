@@ -25,6 +25,7 @@ CALIBRATED = ("i8cr",)
 MAX_CHANNELS = 1 << 16
 """Bounded-loss codecs name a channel in 16 bits."""
 LAST_HIDDEN = ("needed", "all")
+DEFAULT_FORMAT: Final = "parquet"
 DEFAULT_CODEC: Final = "bss1"
 DEFAULT_LAST_HIDDEN: Final = "needed"
 DEFAULT_SHARD_MB: Final = 256
@@ -56,7 +57,7 @@ class CacheSpec:
     hidden_size: int
     num_target_layers: int
     vocab_size: int
-    format: str = "parquet"
+    format: str = DEFAULT_FORMAT
     """parquet, or tar (WebDataset)."""
     codec: str
     """Of the captured layers. bss1: bytes split into two planes, the high one compressed; raw: bf16 bytes as they are;
@@ -73,7 +74,7 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
-        if self.last_codec == "":
+        if not self.last_codec:
             object.__setattr__(self, "last_codec", self.codec if self.codec in EXACT_CODECS else "bss1")
         problems = [problem for problem in _problems(self) if problem]
         if problems:

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cache_store.calibration import CALIBRATION_SAMPLES
 from cache_store.ledger import Ledger, seal
 from cache_store.manifest import Manifest
 from cache_store.schema import CacheSpec
 from cache_store.storage import Storage, open_storage
 from cache_store.writer import create_cache
+from pipeline.channel_scales import ensure_scales
 from pipeline.cluster import ray_session
 from pipeline.config import Config, dump_config
 from pipeline.engines.vllm import make_engine
@@ -120,7 +122,10 @@ def run_build(config: Config, *, dry_run: bool = False, engine: EngineFactory | 
         with ray_session(config.cluster):
             _preflight(prepared, make)
             answers = regenerate(config, recipe, prepared.index, lambda: make(False))
-            states = extract(config, _extract_recipe(prepared), _places(prepared, recipe))
+            places, work = _places(prepared, recipe), _extract_recipe(prepared)
+            if ensure_scales(config.extraction, work, places):
+                _say(f"channel scales: measured on {min(len(places), CALIBRATION_SAMPLES)} samples and committed")
+            states = extract(config, work, places)
     else:
         _say("nothing is missing: every prompt is committed or rejected")
     manifest = seal(prepared.storage, expected_ids=expected)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from cache_store.disk_cache import DiskCacheOptions
 from cache_store.retry import StorageOptions
-from cache_store.schema import DEFAULT_CODEC, DEFAULT_LAST_HIDDEN, DEFAULT_SHARD_MB
+from cache_store.schema import DEFAULT_CODEC, DEFAULT_FORMAT, DEFAULT_LAST_HIDDEN, DEFAULT_SHARD_MB
 from pipeline.config_section import Section
 
 
@@ -19,7 +19,12 @@ class CacheSection(Section):
     """Local folder or s3://bucket/prefix."""
     endpoint_url: str | None = None
     """S3 endpoint; credentials come by the usual means (environment, profile, instance role)."""
-    codec: Literal["bss1", "raw"] = DEFAULT_CODEC
+    format: Literal["parquet", "tar"] = DEFAULT_FORMAT
+    """Container of the shards: Parquet, or tar as WebDataset has it."""
+    codec: Literal["bss1", "raw", "i8cr", "f8r"] = DEFAULT_CODEC
+    """Of the captured layers. bss1, raw: exact; i8cr: int8, at most 1 % error in any row; f8r: fp8, at most 4 %."""
+    last_codec: Literal["bss1", "raw", "i8cr"] | None = None
+    """Of the last hidden state. null: exact, whatever the captured layers' codec."""
     last_hidden: Literal["needed", "all"] = DEFAULT_LAST_HIDDEN
     """Store the last hidden state only where the loss can use it, or at every position."""
     shard_mb: int = Field(default=DEFAULT_SHARD_MB, gt=0)

@@ -78,7 +78,9 @@ def make_spec(config: Config, target: CheckedTarget, prompts_digest: str) -> Cac
         hidden_size=target.facts["hidden_size"],
         num_target_layers=target.facts["num_hidden_layers"],
         vocab_size=target.facts["vocab_size"],
+        format=config.cache.format,
         codec=config.cache.codec,
+        last_codec=config.cache.last_codec or "",
         last_hidden=config.cache.last_hidden,
         shard_bytes=config.cache.shard_mb * 2**20,
         identity={

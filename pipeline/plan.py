@@ -120,7 +120,9 @@ def _cache_spec(config: Config, size: TargetSize) -> CacheSpec:
         hidden_size=size.hidden,
         num_target_layers=size.layers,
         vocab_size=size.vocab,
+        format=config.cache.format,
         codec=config.cache.codec,
+        last_codec=config.cache.last_codec or "",
         last_hidden=config.cache.last_hidden,
         shard_bytes=config.cache.shard_mb * 2**20,
         identity={},  # a price depends on shapes alone
@@ -205,6 +207,13 @@ def assumed_plan(config: Config) -> str | None:
     return f"{format_plan(plan, config)}\n  (from the plan section: prompts, bucket and target were not looked at)"
 
 
+def _codecs(config: Config) -> str:
+    """Container and codecs as one phrase: `tar i8cr, last bss1`."""
+    cache = config.cache
+    last = "" if cache.last_codec in (None, cache.codec) else f", last {cache.last_codec}"
+    return f"{cache.format} {cache.codec}{last}"
+
+
 def format_bytes(count: float) -> str:
     """Decimal units, as disks and bills have them: `37.94 TB`."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -220,7 +229,7 @@ def format_plan(plan: Plan, config: Config) -> str:
         ("samples", f"{plan.samples:,}"),
         ("tokens", f"{plan.tokens:,} ({100 * plan.supervised_fraction:.0f} % supervised)"),
         ("hidden states, raw", format_bytes(plan.raw_bytes)),
-        (f"Target Cache, {config.cache.codec}", f"{format_bytes(plan.stored_bytes)} in {plan.shards:,} shards"),
+        (f"Target Cache, {_codecs(config)}", f"{format_bytes(plan.stored_bytes)} in {plan.shards:,} shards"),
         ("target", f"{plan.target_parameters / 1e9:,.2f} B parameters"),
         ("drafter, trainable", f"{plan.drafter_parameters / 1e6:,.1f} M parameters"),
         (

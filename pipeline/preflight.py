@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cache_store.calibration import calibrate, commit_calibration
+from cache_store.codec import to_float
 from cache_store.errors import CacheError
 from cache_store.estimate import estimate_bytes
 from cache_store.identity import fingerprint
 from cache_store.manifest import SHARDS
 from cache_store.reader import CacheReader
-from cache_store.schema import CacheSpec
+from cache_store.row_codec import MAX_ROW_ERROR
+from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import Storage, open_storage
 from cache_store.writer import CacheWriter, create_cache
 from pipeline.chat import Chat, RenderError
@@ -269,7 +272,7 @@ def _last_layer_output(model: torch.nn.Module, ids: Sequence[int]) -> torch.Tens
 def check_round_trip(
     spec: CacheSpec, states: Sequence[hf.SequenceStates], answers: Sequence[tuple[list[int], int]]
 ) -> None:
-    """Write the samples to a cache in a temporary folder and read them back: shapes, dtypes, finiteness, mask.
+    """Write the samples to a cache in a temporary folder and read them back: shapes, dtypes, values, mask.
 
     Raises PreflightFailed.
     """
@@ -277,22 +280,39 @@ def check_round_trip(
         storage = open_storage(str(Path(folder)))
         try:
             create_cache(storage, spec)
+            samples = [_sample(item, *answer) for item, answer in zip(states, answers, strict=True)]
+            if spec.calibrated:
+                commit_calibration(storage, spec, calibrate(spec, samples))
             with CacheWriter(storage, spec) as writer:
-                for item, (ids, prompt_length) in zip(states, answers, strict=True):
-                    row = {
-                        "sample_id": str(item.index),
-                        "token_ids": ids,
-                        "spans": [(prompt_length, len(ids))],
-                        "metadata": "{}",
-                    }
-                    writer.write(to_sample(row, item))
+                for written in samples:
+                    writer.write(written)
             reader = CacheReader(storage, allow_unsealed=True)
             for item, (ids, prompt_length) in zip(states, answers, strict=True):
                 sample = reader.read_id(str(item.index))
                 supervised = np.flatnonzero(sample.loss_mask)
                 if list(sample.input_ids) != list(ids) or list(supervised) != list(range(prompt_length, len(ids))):
                     raise PreflightFailed("the cache does not give back the tokens and exactly the generated ones")
-                if not np.array_equal(sample.hidden_states, item.hidden_states):
-                    raise PreflightFailed("the cache does not give back the hidden states bit for bit")
+                _check_states(spec, sample.hidden_states, item.hidden_states)
         except CacheError as error:
             raise PreflightFailed(f"a probe sample cannot be stored: {error}") from error
+
+
+def _sample(item: hf.SequenceStates, ids: Sequence[int], prompt_length: int) -> TargetSample:
+    spans = [(prompt_length, len(ids))]
+    return to_sample({"sample_id": str(item.index), "token_ids": ids, "spans": spans, "metadata": "{}"}, item)
+
+
+def _check_states(spec: CacheSpec, found: np.ndarray, wanted: np.ndarray) -> None:
+    """The captured layers as they went in, up to their codec's bound. Raises PreflightFailed."""
+    bound = MAX_ROW_ERROR.get(spec.codec)
+    if bound is None:
+        if not np.array_equal(found, wanted):
+            raise PreflightFailed("the cache does not give back the hidden states bit for bit")
+        return
+    before, after = to_float(wanted).astype(np.float64), to_float(found).astype(np.float64)
+    size = np.maximum(np.linalg.norm(before, axis=-1), np.finfo(np.float64).tiny)
+    if (error := float((np.linalg.norm(after - before, axis=-1) / size).max())) > bound * 1.0001:
+        raise PreflightFailed(
+            f"the cache gives back a row of hidden states with an error of {error:.3%}, codec {spec.codec} promises "
+            f"{bound:.1%}"
+        )

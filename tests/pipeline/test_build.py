@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from cache_store.audit import verify_cache
+from cache_store.calibration import CALIBRATION
+from cache_store.codec import to_float
 from cache_store.errors import CacheMismatch
 from cache_store.ledger import Ledger
 from cache_store.reader import CacheReader
@@ -107,6 +110,32 @@ def test_what_is_lost_is_redone_and_nothing_else(make_config: MakeConfig, capsys
     assert {info.name for info in storage.list("")} == names
 
 
+def test_a_build_in_tar_with_int8_measures_its_scales_once(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(ROWS[:4], cache={"format": "tar", "codec": "i8cr", "last_codec": "i8cr"})
+    build(config)
+    assert "channel scales: measured on 4 samples" in capsys.readouterr().out
+    storage = open_storage(config.cache.url)
+    exact = make_config(ROWS[:4], cache={"url": f"{config.cache.url}-exact"})
+    build(exact)
+    reader, truth = CacheReader(storage), CacheReader(open_storage(exact.cache.url))
+    assert verify_cache(storage).findings == ()
+    for name in reader.ids:
+        found, wanted = (to_float(cache.read_id(name).hidden_states).astype(float) for cache in (reader, truth))
+        error = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+        assert 0 < error.max() < 0.03, "1 % of the codec, and the noise of another batch"
+    assert reader.manifest is not None
+    assert {item.tensor for item in reader.manifest.errors} == {*map(str, config.extraction.layer_ids), "last"}
+
+    scales = storage.read(CALIBRATION)
+    storage.delete(Ledger(storage).records()[0].name.replace("shards/", "commits/").replace(".tar", ".json"))
+    build(config)
+    assert "channel scales" not in capsys.readouterr().out
+    assert storage.read(CALIBRATION) == scales
+    assert ids_once(config) == (sorted(row["id"] for row in ROWS[:4]), set())
+
+
 @pytest.mark.slow
 def test_an_engine_that_never_answers_is_reported_and_the_build_continues_later(make_config: MakeConfig) -> None:
     config = make_config(ROWS[:3], generation={"stall_timeout_s": 90})
@@ -129,6 +158,8 @@ def test_another_build_into_the_same_place_is_refused_by_field(make_config: Make
         ({"max_length": 95}, "max_length"),
         ({"target": {"dtype": "bfloat16"}}, "dtype"),
         ({"cache": {"codec": "raw"}}, "codec"),
+        ({"cache": {"format": "tar"}}, "format"),
+        ({"cache": {"last_codec": "i8cr"}}, "last_codec"),
     ]
     for sections, field in changes:
         with pytest.raises(CacheMismatch, match=field):

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache_store.schema import CacheSpec
+from cache_store.codec import to_bits, to_float
+from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import Storage, open_storage
+from cache_store.writer import CacheWriter
 from pipeline.build import prepare
 from pipeline.config import Config
 from pipeline.engines.hf import HiddenStateExtractor, LayerTap, SequenceStates, bf16_bits, load_target
@@ -52,6 +54,27 @@ def test_the_right_states_pass(target: Any, spec: CacheSpec) -> None:
     assert report.agreement_unnormed < 0.5  # what the check would see without the final norm
     assert report.norm_error < 0.01
     check_round_trip(spec, states, answers)
+
+
+@pytest.mark.parametrize("codec", ["raw", "i8cr", "f8r"])
+@pytest.mark.parametrize("form", ["parquet", "tar"])
+def test_the_round_trip_knows_what_a_codec_promises(
+    target: Any, spec: CacheSpec, codec: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, answers, states = target
+    chosen = replace(spec, codec=codec, format=form)
+    check_round_trip(chosen, states, answers)
+    monkeypatch.setattr(CacheWriter, "write", lambda self, sample: write(self, _doubled(sample)))
+    with pytest.raises(PreflightFailed, match=r"does not give back|promises"):
+        check_round_trip(chosen, states, answers)
+
+
+write = CacheWriter.write
+
+
+def _doubled(sample: TargetSample) -> TargetSample:
+    """A writer that stores other states than it was given."""
+    return replace(sample, hidden_states=to_bits(2 * to_float(sample.hidden_states)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
