@@ -71,7 +71,7 @@ def from_bytes(content: bytes, where: str) -> pa.Table:
     """Read `to_bytes`'s file. Raises CacheError when it is damaged or has other columns."""
     try:
         table = pq.read_table(pa.BufferReader(content))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CacheError(f"{where}: damaged index: {error}") from error
     if table.schema.names == SCHEMA.names[:-1]:  # format version 1
         table = table.append_column(SCHEMA.field("domain"), pa.nulls(len(table), pa.large_string()))

@@ -21,7 +21,7 @@ from cache_store.shard import checksum
 from cache_store.storage import Storage
 from cache_store.writer import load_spec, record_name
 
-STAGES = ("prompts", "regenerate", "extract")
+STAGES = ("prompts", "regenerate", "extract", "convert")
 _NAMED = 5
 _PROOF = "sha256-"
 
@@ -32,7 +32,7 @@ class Reject:
 
     sample_id: str
     stage: str
-    """prompts, regenerate or extract."""
+    """prompts, regenerate, extract or convert."""
     reason: str
     source: str | None = None
     """File and line of the input, where known."""
@@ -212,7 +212,7 @@ def parse_rejects(text: bytes, where: str) -> list[Reject]:
     if proof.startswith(_PROOF) and hashlib.sha256(text).hexdigest()[:32] != proof.removeprefix(_PROOF):
         raise CacheError(f"{where}: its content has changed since it was written")
     rejects = []
-    for number, line in enumerate(text.decode().splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             rejects.append(Reject(**json.loads(line)))
         except (ValueError, TypeError) as error:

@@ -181,15 +181,12 @@ def _drop(mender: _Mender, report: AuditReport, records: list[ShardRecord]) -> t
 
 
 def _sealed_ids(storage: Storage) -> set[str]:
-    """Ids of every index that can be read: what has ever been sealed here."""
+    """Ids of every index whose content is still the one of its name: what has ever been sealed here."""
     ids: set[str] = set()
     for info in storage.list(INDEXES):
-        try:
-            ids.update(index.column_list(index.from_bytes(storage.read(info.name), info.name), "sample_id"))
-        except StorageError:
-            raise
-        except CacheError:  # damaged: verify reports the one in use
-            continue
+        content = storage.read(info.name)
+        if index.object_name(content) == info.name:  # else damaged: verify reports the one in use
+            ids.update(index.column_list(index.from_bytes(content, info.name), "sample_id"))
     return ids
 
 
