@@ -168,10 +168,27 @@ def test_equal_survivals_go_to_the_first_request_and_stay_in_order() -> None:
     assert admit_top(tied, 1, FLAT).lengths_R.tolist() == [1, 0]
     assert admit_top(tied, 2, FLAT).lengths_R.tolist() == [2, 0]
     assert admit_top(tied, 3, FLAT).lengths_R.tolist() == [2, 1]
+    for capacity in range(8):
+        lengths = admit_top(np.full((7, 1), 0.5, np.float32), capacity, FLAT).lengths_R.tolist()
+        assert lengths == [1] * capacity + [0] * (7 - capacity)
+
+
+@given(cases(st.sampled_from([0.5, 1.0])), st.integers(0, 40))
+def test_ties_are_broken_by_request_whatever_the_capacity(case: Case, capacity: int) -> None:
+    drafts = [
+        (-float(np.prod(row[: position + 1])), request)
+        for request, row in enumerate(case.confidences)
+        for position in range(max(case.limits[request], 0))
+    ]
+    room = min(capacity, case.table.max_tokens - len(case.confidences))
+    taken = [request for _, request in sorted(drafts)[:room]]
+    expected = [taken.count(request) for request in range(len(case.confidences))]
+    assert admit_top(case.confidences, capacity, case.table, case.limits).lengths_R.tolist() == expected
 
 
 def test_an_equal_objective_is_no_gain() -> None:
     assert schedule(rows([1.0]), table_of([1.0, 0.5])).lengths_R.tolist() == [0]  # Θ = 1 either way
+    assert schedule_one(rows([1.0])[0], table_of([1.0, 0.5])) == 0
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, -0.1, 1.1, math.inf])
