@@ -31,7 +31,7 @@ from pipeline.eval_actor import TRAINED
 from pipeline.evaluate import DRAFTER, output_folder
 from pipeline.html_report import CALIBRATION, write_html
 from pipeline.report_tables import calibration_table
-from pipeline.report_text import print_table
+from pipeline.report_text import print_table, wide_console
 from pipeline.rounds_table import read_rounds
 
 
@@ -48,7 +48,7 @@ def run_calibration(config: Config, *, dry_run: bool = False, console: Console |
 
     Raises ConfigError without usable rounds or drafter.
     """
-    console = console or Console()
+    console = console or wide_console()
     folder = evaluation_folder(config)
     drafter = Path(config.training.output) / DRAFTER
     rows = _usable_rounds(config, folder)

@@ -26,7 +26,7 @@ from pipeline.held_out import HeldOut, Leak, find_leak, make_tasks, read_held_ou
 from pipeline.html_report import REPORT_JSON, write_html
 from pipeline.identity import CheckedTarget, check_target
 from pipeline.report import EvaluationReport, TauAgreement
-from pipeline.report_text import markdown, print_report
+from pipeline.report_text import markdown, print_report, wide_console
 from pipeline.rounds_table import ROUNDS, write_tables
 from pipeline.sweep import sweep_thresholds
 
@@ -35,7 +35,6 @@ DRAFTER = "drafter"
 _SHOWN_PROMPTS = 3
 USELESS_TAU = 1.05
 """A trained drafter below this accepted length is called useless."""
-_MIN_CONSOLE_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def run_evaluation(config: Config, *, dry_run: bool = False, console: Console | 
     Raises ConfigError for wrong settings, a missing or mismatched drafter; EvaluationFailed when actors die, and when
     greedy speculation differs from the target's own output in float32, where it must be exact (the report is written).
     """
-    console = console or _console()
+    console = console or wide_console()
     ready = _prepare(config)
     console.print(
         f"evaluate: {len(ready.held_out.prompts)} prompts at temperatures {list(config.evaluation.temperatures)}, "
@@ -114,12 +113,6 @@ def output_folder(config: Config) -> Path:
 def measured_dtype(config: Config) -> Literal["bfloat16", "float32"]:
     """The target's precision during the evaluation."""
     return config.evaluation.dtype or config.target.dtype
-
-
-def _console() -> Console:
-    """The terminal; wide enough for the tables also where the width is unknown (a job's log)."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _MIN_CONSOLE_WIDTH))
 
 
 def _prepare(config: Config) -> _Ready:

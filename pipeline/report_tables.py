@@ -189,7 +189,7 @@ def calibration_table(calibration: Calibration) -> TextTable:
             calibration.temperatures, calibration.before, calibration.after, strict=True
         )
     ]
-    columns = ("position", "temperature", "rounds", "ECE a_k", "Brier a_k", "ECE c_k", "AUROC c_k")
+    columns = ("position", "T_k", "rounds", "ECE of a_k", "Brier of a_k", "ECE of c_k", "AUROC of c_k")
     return TextTable("Calibration", columns, tuple(rows), _NOTE_CALIBRATION)
 
 

@@ -12,7 +12,14 @@ from pipeline.acceptance import ALL_DOMAINS
 from pipeline.report import EvaluationReport, verdict_lines
 from pipeline.report_tables import TextTable, report_tables
 
+_MIN_CONSOLE_WIDTH = 100
 _EMPHASISED = (ALL_DOMAINS, "trained")
+
+
+def wide_console() -> Console:
+    """The terminal; wide enough for the tables also where the width is unknown (a job's log)."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _MIN_CONSOLE_WIDTH))
 
 
 def print_report(report: EvaluationReport, console: Console) -> None:

@@ -2,7 +2,8 @@
 
 The scheduler multiplies confidences: a_k = Π_{j≤k} c_j must be the probability that k drafts survive. So the k-th
 temperature is fitted on the product, left to right, those before it fixed: each is the T that minimises the expected
-calibration error of a_k, with c_k = σ(logit(c_k) / T_k). Scaling changes no draft and no order within a position.
+calibration error of a_k, as far as that can be told from chance, with c_k = σ(logit(c_k) / T_k). Scaling changes no
+draft and no order within a position.
 Pure functions on float64 tensors. Legend: N rounds, K draft positions, M bins, S searched temperatures.
 """
 
@@ -12,7 +13,8 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from model.errors import CalibrationError
 VERSION = 1
 BINS = 15
 _LOWEST, _HIGHEST = 0.1, 10.0
-_COARSE, _FINE = 81, 41
+_COARSE, _FINE = 61, 41
 # float32 confidences saturate; what is as good as certain keeps a finite logit.
 _CERTAIN = 1e-7
 
@@ -154,6 +156,15 @@ def scale(confidences: Tensor, temperatures: Sequence[float]) -> Tensor:
     return torch.sigmoid(_logits(confidences) / divisors)
 
 
+class _Scores(NamedTuple):
+    """float64 [S] each, of S temperatures."""
+
+    ece: Tensor
+    chance: Tensor
+    """The ECE that as many rounds give a calibrated predictor by chance."""
+    brier: Tensor
+
+
 def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:
     """Sequential Temperature Scaling, one temperature per position; 1 where survival was never decided."""
     logits_NK = _logits(rounds.confidences_NK)
@@ -163,11 +174,15 @@ def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:
         known = rounds.known_NK[:, k]
         found = 1.0
         if bool(known.any()):
-            events = rounds.survived_NK[known, k].double()
-            found = _search(product_N[known], logits_NK[known, k], events)
+            before, logits, events = product_N[known], logits_NK[known, k], rounds.survived_NK[known, k].double()
+            found = _minimise(partial(_scores_at, before, logits, events))
         temperatures.append(found)
         product_N = product_N * torch.sigmoid(logits_NK[:, k] / found)
     return tuple(temperatures)
+
+
+def _scores_at(before_N: Tensor, logits_N: Tensor, events_N: Tensor, temperatures_S: Tensor) -> _Scores:
+    return _score(before_N * torch.sigmoid(logits_N / temperatures_S[:, None]), events_N)
 
 
 def fit_shared_temperature(rounds: Rounds) -> float:
@@ -175,49 +190,51 @@ def fit_shared_temperature(rounds: Rounds) -> float:
 
     For engines that read no temperatures: dividing the confidence head's weights and bias by it is exact.
     """
-    logits_NK = _logits(rounds.confidences_NK)
-
-    def errors(temperatures_S: Tensor) -> Tensor:
-        products = torch.sigmoid(logits_NK / temperatures_S[:, None, None]).cumprod(dim=-1)
-        totals = torch.zeros(len(temperatures_S), dtype=torch.float64)
-        for k in range(logits_NK.shape[1]):
-            known = rounds.known_NK[:, k]
-            if bool(known.any()):
-                totals += expected_calibration_error(products[:, known, k], rounds.survived_NK[known, k].double())
-        return totals
-
-    return _minimise(errors)
+    return _minimise(partial(_scores_of_all, rounds))
 
 
-def _search(product_N: Tensor, logits_N: Tensor, events_N: Tensor) -> float:
-    """The T that minimises the ECE of product · σ(logit / T)."""
-    return _minimise(
-        lambda temperatures_S: expected_calibration_error(
-            product_N * torch.sigmoid(logits_N / temperatures_S[:, None]), events_N
-        )
-    )
+def _scores_of_all(rounds: Rounds, temperatures_S: Tensor) -> _Scores:
+    products = torch.sigmoid(_logits(rounds.confidences_NK) / temperatures_S[:, None, None]).cumprod(dim=-1)
+    total = torch.zeros(3, len(temperatures_S), dtype=torch.float64)
+    for k in range(products.shape[-1]):
+        known = rounds.known_NK[:, k]
+        if bool(known.any()):
+            total += torch.stack(_score(products[:, known, k], rounds.survived_NK[known, k].double()))
+    return _Scores(*total)
 
 
-def _minimise(errors: Callable[[Tensor], Tensor]) -> float:
-    """The best of a logarithmic grid, refined once: an ECE has jumps, so there is no slope to follow.
+def _minimise(scores: Callable[[Tensor], _Scores]) -> float:
+    """The best temperature of a logarithmic grid, refined once: an ECE has jumps, so there is no slope to follow.
 
-    Of equals the temperature nearest to 1.
+    An ECE no larger than chance gives is no evidence against a temperature; among those (or of the smallest ECE, where
+    none is as small as that) the Brier score decides. Without it a few hundred rounds would fit their own noise.
     """
     low, high, best = math.log(_LOWEST), math.log(_HIGHEST), 0.0
     for steps in (_COARSE, _FINE):
         grid = torch.linspace(low, high, steps, dtype=torch.float64)
-        found = errors(grid.exp())
-        ties = grid[found <= found.min() + 1e-12]
-        best = float(ties[ties.abs().argmin()])
+        found = scores(grid.exp())
+        eligible = found.ece <= torch.maximum(found.ece.min(), found.chance)
+        best = float(grid[found.brier.masked_fill(~eligible, torch.inf).argmin()])
         step = float(grid[1] - grid[0])
         low, high = best - step, best + step
     return math.exp(best)
 
 
+def _score(predicted_SN: Tensor, events_N: Tensor) -> _Scores:
+    sums = _bin_sums(predicted_SN, events_N)
+    count, rate = sums[..., 0], sums[..., 1] / sums[..., 0].clamp_min(1)
+    # The mean absolute deviation of a sum of n Bernoulli(p) draws is about sqrt(2 n p (1 - p) / π).
+    chance = (2 / math.pi * count * rate * (1 - rate)).clamp_min(0).sqrt().sum(dim=-1) / len(events_N)
+    return _Scores(_ece(sums), chance, (predicted_SN - events_N).square().mean(dim=-1))
+
+
 def expected_calibration_error(predicted: Tensor, events_N: Tensor) -> Tensor:
     """ECE of predictions [..., N] against events [N] in BINS equally wide bins, float64 [...]."""
-    sums = _bin_sums(predicted, events_N)
-    return (sums[..., 1] - sums[..., 2]).abs().sum(dim=-1) / predicted.shape[-1]
+    return _ece(_bin_sums(predicted, events_N))
+
+
+def _ece(sums: Tensor) -> Tensor:
+    return (sums[..., 1] - sums[..., 2]).abs().sum(dim=-1) / sums[..., 0].sum(dim=-1)
 
 
 def _bin_sums(predicted: Tensor, events_N: Tensor) -> Tensor:
