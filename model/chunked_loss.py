@@ -110,8 +110,13 @@ class _ChunkedRows(torch.autograd.Function):
         grads = _Gradients(draft) if job.with_gradient else None
         dtype = compute_dtype(hidden)
         ce, l1 = hidden.new_empty(len(hidden), dtype=dtype), hidden.new_empty(len(hidden), dtype=dtype)
-        for chunk in _chunks(job.target.row_of_slot, job.terms.rows_per_chunk):
-            ce[chunk.slots], l1[chunk.slots] = _run_chunk(chunk, draft, job, grads)
+        chunks = list(_chunks(job.target.row_of_slot, job.terms.rows_per_chunk))
+        # One buffer for all chunks: fresh memory costs a CPU more than filling it.
+        height = max(chunk.slots.stop - chunk.slots.start for chunk in chunks)
+        head = job.heads.draft_head_VD
+        buffer = head.new_empty(height, len(head))
+        for chunk in chunks:
+            ce[chunk.slots], l1[chunk.slots] = _run_chunk(chunk, draft, job, buffer, grads)
         objective = (job.target.weights * (job.terms.ce * ce + job.terms.l1 * l1)).sum()
         ctx.mark_non_differentiable(ce, l1)
         ctx.gradients = grads
@@ -170,10 +175,13 @@ def _chunks(row_of_slot: Tensor, rows_per_chunk: int) -> Iterator[_Chunk]:
     yield _Chunk(slice(start, stop), slice(first_row, len(counts)), counts[first_row:])
 
 
-def _run_chunk(chunk: _Chunk, draft: DraftRows, job: _Job, grads: _Gradients | None) -> tuple[Tensor, Tensor]:
-    """CE and L1 of the chunk's slots; its share of the gradients goes into `grads`."""
+def _run_chunk(
+    chunk: _Chunk, draft: DraftRows, job: _Job, buffer: Tensor, grads: _Gradients | None
+) -> tuple[Tensor, Tensor]:
+    """CE and L1 of the chunk's slots, with `buffer` for logits; its share of the gradients goes into `grads`."""
     target, head, w2 = job.target, job.heads.draft_head_VD, draft.w2_WM
-    logits = draft.hidden_RD[chunk.slots].to(head.dtype) @ head.T
+    hidden = draft.hidden_RD[chunk.slots].to(head.dtype)
+    logits = torch.mm(hidden, head.T, out=buffer[: len(hidden)])
     features = bias = None
     if draft.features is not None and w2 is not None:
         features = draft.features[chunk.rows if draft.shared_features else chunk.slots]
