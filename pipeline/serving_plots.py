@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.serving import SimulationResult
 
 DPI = 110
+_COLOURS = 96
 _MAGNIFIED_LEAST = 64
 """Tokens that the magnified part of a cost table shows at least; and the most dots that stay apart."""
 
@@ -110,10 +111,14 @@ def plot_cost_table(table: CostTable) -> Figure:
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG, without a date in it: the same data give the same bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    """The figure as a small PNG of few colours, without a date in it: the same data give the same bytes."""
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    image = Image.open(drawn).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def save_png(figure: Figure, path: Path) -> Path:
