@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from model.drafter import DSparkDrafter
 from model.errors import CheckpointError
-from model.export import load_drafter, save_drafter
-from tests.golden_data import drafter_config
+from model.export import check_copies, load_drafter, save_drafter
+from tests.golden_data import drafter_config, tensors, tiny_heads
+from tests.golden_eagle3 import load_eagle3
 
 LAYER = {
     "input_layernorm.weight": [64],
@@ -110,6 +111,76 @@ def test_round_trip_is_exact(tmp_path: Path, kind: str, dtype: torch.dtype) -> N
     expected = drafter.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+GOLDEN_STATES = {
+    f"{head}, confidence {confidence}": (head, confidence)
+    for head in ("vanilla", "gated", "rnn")
+    for confidence in ("none", "plain", "markov")
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN_STATES)
+def test_the_references_own_checkpoint_comes_in_and_goes_out_unchanged(tmp_path: Path, case: str) -> None:
+    """Names, shapes and values that the reference saves (golden/README.md), embedding and lm_head included."""
+    head, confidence = GOLDEN_STATES[case]
+    state = tensors("dspark/state_base", f"dspark/state_markov_{head}")
+    if confidence != "none":
+        state |= tensors(f"dspark/state_conf_{confidence}")
+    fields = {"enable_confidence_head": confidence != "none", "confidence_head_with_markov": confidence == "markov"}
+    released = {**RELEASED_CONFIG, "dtype": "float32", "markov_head_type": head, **fields}
+    for ours in ("sample_from_anchor", "drafter_kind", "zero_markov_head", "draft_vocab_size", "provenance"):
+        del released[ours]
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(released))
+    drafter = load_drafter(tmp_path)
+    assert drafter.config == drafter_config(markov_head_type=head, **fields)
+    assert check_copies(tmp_path, tiny_heads()) == ["embed_tokens.weight", "lm_head.weight"]
+    out = save_drafter(tmp_path / "out", drafter, {}, heads=tiny_heads(), self_contained=True)
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[name], value) for name, value in state.items())
+
+
+def test_the_references_eagle3_checkpoint_too(tmp_path: Path) -> None:
+    state = tensors("eagle3/state")
+    case = load_eagle3()
+    folder = save_drafter(tmp_path, case.drafter, {}, heads=case.heads, self_contained=True)
+    written = load_file(folder / "model.safetensors")
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[name], value) for name, value in state.items())
+    assert load_drafter(folder).config == case.drafter.config
+
+
+def test_copies_that_are_not_the_targets_are_refused(saved: Path) -> None:
+    stored = load_file(saved / "model.safetensors")
+    heads = tiny_heads()
+    assert check_copies(saved, heads) == []
+    embedding = heads.embedding_VD.clone()
+    embedding[7, 7] += 1e-6
+    save_file({**stored, "embed_tokens.weight": embedding}, saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight \[199, 64\] .* is not the target's .* bit for bit"):
+        check_copies(saved, heads)
+
+
+def test_a_reduced_vocabulary_needs_the_target(tmp_path: Path) -> None:
+    drafter = DSparkDrafter(drafter_config(draft_vocab_size=9)).init_weights(0)
+    with pytest.raises(CheckpointError, match="pass the target's heads"):
+        save_drafter(tmp_path, drafter, {})
+    with pytest.raises(CheckpointError, match="different draft vocabularies, or one holds none"):
+        save_drafter(tmp_path, drafter, {}, heads=tiny_heads())
+
+
+def test_a_head_of_zeros_must_be_zeros(tmp_path: Path) -> None:
+    none = {"markov_head_type": "none", "markov_rank": 0, "confidence_head_with_markov": False}
+    folder = save_drafter(tmp_path, DSparkDrafter(drafter_config(**none)).init_weights(0), {})
+    stored = load_file(folder / "model.safetensors")
+    assert stored["markov_head.markov_w1.weight"].shape == (199, 1)
+    assert load_drafter(folder).markov_head is None  # type: ignore[union-attr]
+    stored["markov_head.markov_w2.weight"][5] = 1e-9
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"markov_w2.weight is missing or not zero, yet config.json says"):
+        load_drafter(folder)
 
 
 def test_what_could_be_guessed_must_be_explicit(saved: Path) -> None:
