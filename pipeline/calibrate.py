@@ -28,8 +28,8 @@ from pipeline.config import Config
 from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.errors import ConfigError
 from pipeline.eval_actor import TRAINED
-from pipeline.evaluate import DRAFTER, output_folder
-from pipeline.html_report import CALIBRATION, write_html
+from pipeline.evaluate import DRAFTER
+from pipeline.html_report import CALIBRATION, output_folder, write_html
 from pipeline.report_tables import calibration_table
 from pipeline.report_text import print_table, wide_console
 from pipeline.rounds_table import read_rounds

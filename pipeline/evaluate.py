@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.eval_actor import TRAINED, EvalRecipe, EvalTask, default_threads
 from pipeline.eval_run import Measured, decode_tasks
 from pipeline.held_out import HeldOut, Leak, find_leak, make_tasks, read_held_out
-from pipeline.html_report import REPORT_JSON, write_html
+from pipeline.html_report import REPORT_JSON, output_folder, write_html
 from pipeline.identity import CheckedTarget, check_target
 from pipeline.report import EvaluationReport, TauAgreement
 from pipeline.report_text import markdown, print_report, wide_console
@@ -103,11 +103,6 @@ def make_recipe(config: Config, target: CheckedTarget, folder: Path, drafter: Ch
         confidence_threshold=section.confidence_threshold,
         confidence_temperatures=drafter.confidence_temperatures,
     )
-
-
-def output_folder(config: Config) -> Path:
-    """Where an evaluation's files go."""
-    return Path(config.evaluation.output or Path(config.training.output) / "evaluation")
 
 
 def measured_dtype(config: Config) -> Literal["bfloat16", "float32"]:

@@ -58,8 +58,9 @@ th, td { padding: .28rem .8rem; text-align: right; white-space: nowrap; border-b
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: .2rem; }
 tr.strong td { font-weight: 650; }
 table.settings td { white-space: normal; text-align: left; vertical-align: top; }
-figure { margin: .8rem 0 0; background: #fff; border: 1px solid var(--line); border-radius: .6rem; padding: .5rem; }
-figure img { display: block; width: 100%; height: auto; }
+figure { margin: .8rem 0 0; background: #fff; border: 1px solid var(--line); border-radius: .6rem; padding: .5rem;
+  overflow-x: auto; }
+figure img { display: block; width: 100%; min-width: 36rem; height: auto; }
 """
 
 
@@ -69,6 +70,11 @@ class Picture:
 
     file: Path
     caption: str
+
+
+def output_folder(config: Config) -> Path:
+    """Where an evaluation's files go."""
+    return Path(config.evaluation.output or Path(config.training.output) / "evaluation")
 
 
 def write_html(config: Config, folder: Path) -> Path | None:

@@ -21,6 +21,7 @@ from model.decoding.scheduler import warm_up
 from model.decoding.simulate import Load, Point, simulate
 from model.decoding.trace import ParametricAcceptance, Trace, parametric_trace
 from model.errors import CostTableError
+from pipeline import html_report
 from pipeline.config import Config, dump_config
 from pipeline.errors import ConfigError
 from pipeline.recorded_rounds import Calibrate, read_recorded_trace
@@ -127,6 +128,9 @@ def run_simulation(config: Config, *, dry_run: bool = False, console: Console | 
     _write(output, config, result)
     print_result(result, console)
     console.print(f"result: {output / RESULT}; pictures: {', '.join((FRONTIER, BUDGET, COSTS))} beside it")
+    page = html_report.write_html(config, html_report.output_folder(config))
+    if page is not None:
+        console.print(f"the evaluation's page shows them too: {page}")
     return result
 
 

@@ -20,7 +20,8 @@ from pipeline.config import Config, load_config
 from pipeline.demo_target import prepare_demo_target
 from pipeline.engines.hf import load_target
 from pipeline.engines.hf_verifier import HfVerifier
-from pipeline.evaluate import output_folder, run_evaluation
+from pipeline.evaluate import run_evaluation
+from pipeline.html_report import output_folder
 from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
 

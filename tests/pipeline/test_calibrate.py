@@ -20,7 +20,8 @@ from pipeline.calibrate import find_weaknesses, fold_drafter, run_calibration, s
 from pipeline.config import Config, dump_config
 from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.errors import ConfigError
-from pipeline.evaluate import DRAFTER, output_folder
+from pipeline.evaluate import DRAFTER
+from pipeline.html_report import output_folder
 from pipeline.rounds_table import write_tables
 from tests.golden_data import drafter_config
 from tests.pipeline.test_acceptance import make_round

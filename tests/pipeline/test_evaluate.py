@@ -18,7 +18,8 @@ from pipeline.acceptance import GreedyCheck, summarise
 from pipeline.config import Config, dump_config
 from pipeline.drafter_check import current_identity
 from pipeline.errors import ConfigError, EvaluationFailed
-from pipeline.evaluate import add_agreement, flag_useless, output_folder, require_lossless, run_evaluation
+from pipeline.evaluate import add_agreement, flag_useless, require_lossless, run_evaluation
+from pipeline.html_report import output_folder
 from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
 from tests.pipeline.test_acceptance import GAMMA, make_round

@@ -12,10 +12,13 @@ import pytest
 from pipeline import serving
 from pipeline.config import Config
 from pipeline.errors import ConfigError
-from pipeline.html_report import read_report, write_html
+from pipeline.html_report import output_folder, read_report, write_html
 from pipeline.report_tables import calibration_table, report_tables
 from tests.pipeline.test_report import make_report
 from tests.pipeline.test_report_tables import make_calibration
+from tests.pipeline.test_serving import simulation
+
+__all__ = ["simulation"]
 
 
 class Page(HTMLParser):
@@ -88,6 +91,16 @@ def test_sections_appear_with_their_artefacts(make_config: Callable[..., Config]
         (simulated / name).write_bytes((folder / "domains.png").read_bytes())
     (folder / "calibration.json").write_text(make_calibration().to_json())
     assert set(page(config, folder).titles) - set(first) == {"Calibration", "Cost of a step", "Serving, simulated"}
+
+
+def test_a_simulation_draws_itself_into_the_page(simulation: Callable[..., Config]) -> None:
+    config = simulation()
+    folder = output_folder(config)
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(make_report().to_json())
+    serving.run_simulation(config)
+    titles = Page((folder / "report.html").read_text()).titles
+    assert {"Cost of a step", "Serving, simulated"} <= set(titles)
 
 
 def test_a_report_without_sweep_speed_or_greedy_has_a_page(make_config: Callable[..., Config], tmp_path: Path) -> None:
