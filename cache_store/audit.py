@@ -136,7 +136,7 @@ def _known(storage: Storage, spec: CacheSpec, needed: bool) -> tuple[_Known, lis
     except CacheError as error:
         findings = [Finding("bad-calibration", CALIBRATION, str(error))] if needed else []
         return _Known(spec, fingerprint(spec), None, None), findings
-    return _Known(spec, fingerprint(spec), digest_of(spec, scales), field_codecs(spec, scales)), []
+    return _Known(spec, fingerprint(spec), digest_of(scales), field_codecs(spec, scales)), []
 
 
 def _check_shard(storage: Storage, known: _Known, record: ShardRecord, size: int | None, quick: bool) -> list[Finding]:

@@ -94,13 +94,15 @@ def commit_calibration(storage: Storage, spec: CacheSpec, found: Calibration) ->
     return found
 
 
-def load_calibration(storage: Storage, spec: CacheSpec) -> Calibration:
-    """The cache's scales. Raises CacheIncomplete when its codecs need some and there are none."""
+def load_calibration(storage: Storage, spec: CacheSpec, *, empty: bool = False) -> Calibration:
+    """The cache's scales. Raises CacheIncomplete when its codecs need some and there are none, unless it is empty."""
     if not spec.calibrated:
         return Calibration(captured=None, last=None)
     try:
         return Calibration.from_json(storage.read(CALIBRATION), spec, storage.path(CALIBRATION))
     except NotFound as error:
+        if empty:
+            return Calibration(captured=None, last=None)
         raise CacheIncomplete(
             f"{storage.url} stores states as i8cr but has no {CALIBRATION} yet; its build writes one before the first "
             "shard: run it again"
@@ -114,9 +116,9 @@ def field_codecs(spec: CacheSpec, calibration: Calibration) -> FieldCodecs:
     )
 
 
-def digest_of(spec: CacheSpec, calibration: Calibration) -> str | None:
+def digest_of(calibration: Calibration) -> str | None:
     """What a shard's record says of its calibration."""
-    return calibration.digest if spec.calibrated else None
+    return calibration.digest if calibration.captured is not None or calibration.last is not None else None
 
 
 def _rounded(total: np.ndarray) -> np.ndarray:

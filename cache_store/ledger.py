@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 
 from cache_store import index
-from cache_store.calibration import CALIBRATION, digest_of, load_calibration
+from cache_store.calibration import digest_of, load_calibration
 from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, NotFound, StorageError
 from cache_store.fields import merge_errors
 from cache_store.identity import fingerprint
@@ -152,9 +152,7 @@ def sealed_form(
 
 def _scales(storage: Storage, spec: CacheSpec, records: list[ShardRecord]) -> str | None:
     """Digest of the channel scales, which all shards must have used; None while there is neither."""
-    if not records and spec.calibrated and not storage.exists(CALIBRATION):
-        return None
-    wanted = digest_of(spec, load_calibration(storage, spec))
+    wanted = digest_of(load_calibration(storage, spec, empty=not records))
     for record in records:
         if record.calibration != wanted:
             raise CacheMismatch(

@@ -24,6 +24,7 @@ from cache_store.manifest import SampleRecord
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.shard import (
     PLANES,
+    CopiedFields,
     EncodedSample,
     StoredSample,
     checksum,
@@ -73,9 +74,9 @@ class ParquetShardWriter:
             write_batch_size=1,
         )
 
-    def add(self, sample: TargetSample) -> None:
+    def add(self, sample: TargetSample, copied: CopiedFields | None = None) -> None:
         """Append one sample, already validated. Raises SampleRejected for one that no page can hold."""
-        row = encode_sample(self.spec, self.codecs, sample)
+        row = encode_sample(self.spec, self.codecs, sample, copied)
         if (largest := max(plane.size for plane in row.planes)) > MAX_PLANE_BYTES:
             raise SampleRejected(sample.sample_id, f"plane of {largest} bytes, Parquet pages end at 2 GiB")
         texts = (row.sample_id, metadata_text(row.metadata))

@@ -65,9 +65,9 @@ class CacheReader:
             raise CacheError(f"verify is {verify!r}, wanted always, first or never")
         self.storage, self.verify, self.masks = storage, verify, masks
         self.spec = load_spec(storage)
-        calibration = load_calibration(storage, self.spec)
+        calibration = load_calibration(storage, self.spec, empty=True)
         self.codecs = field_codecs(self.spec, calibration)
-        self._calibration = digest_of(self.spec, calibration)
+        self._calibration = digest_of(calibration)
         self.manifest: Manifest | None = None
         self.shards: tuple[ShardSummary, ...]
         self.index: pa.Table
@@ -165,7 +165,10 @@ class CacheReader:
 
         Without states only its text columns are read (not the checksum) and the two state arrays have no rows.
         """
-        stored = self.fetch(position, states=states)
+        return self.decode(position, self.fetch(position, states=states), states=states)
+
+    def decode(self, position: int, stored: StoredSample, *, states: bool = True) -> TargetSample:
+        """A fetched sample with its states decoded, into memory of its own. Raises ShardCorrupt."""
         tokens = len(stored.input_ids) if states else 0
         hidden = np.empty((self.spec.num_layers, tokens, self.spec.hidden_size), np.uint16)
         last = np.zeros((tokens, self.spec.hidden_size), np.uint16)

@@ -9,6 +9,7 @@ Legend: G layers, R rows (tokens), D channels, N outliers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,7 @@ _WIDE = 12.0
 _MEAN_PER_MEDIAN = 1.183  # of |x|, normal distribution
 _FP8_REACH = 64.0  # times the mean of |x|: beyond it fp8's small values would lose their bits
 _FINER = 0.7
+_NO_SCALES = "codec i8cr needs the calibrated root mean square of every channel"
 _LARGEST = 3.38e38  # a bit below the largest bf16
 
 
@@ -64,8 +66,7 @@ def encode(name: str, bits_GRD: np.ndarray, rms_GD: np.ndarray | None) -> tuple[
                 _encode_rows(name, to_float(bits_GRD[part]), rms, block)
     counts = outlying.sum(axis=-1, dtype="<u2")
     where = np.nonzero(outlying)
-    parts = (to_bits(scales).astype("<u2"), counts, where[2].astype("<u2"), bits_GRD[where].astype("<u2"))
-    stored = np.frombuffer(b"".join(part.tobytes() for part in parts), np.uint8)
+    stored = _join(scales, counts, where[2], bits_GRD[where])
     return codes.reshape(-1), stored, RowErrors(relative, counts)
 
 
@@ -78,6 +79,8 @@ def decode_into(
     """
     groups, wanted, channels = out_GTD.shape
     codes, stored = planes
+    if name == "i8cr" and rms_GD is None:
+        raise CacheError(_NO_SCALES)
     if codes.size != groups * rows * channels:
         raise CacheError(f"{codes.size} codes, wanted {[groups, rows, channels]}")
     scales, counts, columns, values = _split(stored, groups, rows, channels)
@@ -92,6 +95,23 @@ def decode_into(
     group_of, row_of = np.divmod(owners, max(rows, 1))
     kept = row_of < wanted
     out_GTD[group_of[kept], row_of[kept], columns[kept]] = values[kept]
+
+
+def select_layers(
+    planes: tuple[np.ndarray, np.ndarray], shape: tuple[int, int, int], chosen: Sequence[int]
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Planes of some of the layers as they are, and the outliers of each, int64; nothing is coded again.
+
+    shape: (G, R, D) of the planes. Raises CacheError when they do not fit it.
+    """
+    groups, rows, channels = shape
+    scales, counts, columns, values = _split(planes[1], groups, rows, channels)
+    owners = np.repeat(np.arange(groups), counts.sum(axis=1, dtype=np.int64))
+    picked = np.concatenate([np.flatnonzero(owners == group) for group in chosen])
+    where = list(chosen)
+    stored = _join(scales[where], counts[where], columns[picked], values[picked])
+    codes = planes[0].reshape(groups, -1)[where].reshape(-1)
+    return (codes, stored), counts[where].sum(axis=1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +153,7 @@ def _first_scales(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None) ->
         return _finite(np.minimum(largest, _FP8_REACH * mean) / _FP8_MAX)
     reach = np.minimum(largest / _INT8_MAX, _AIM * _GAUSS * mean)
     if rms_D is None:
-        raise CacheError("codec i8cr needs the calibrated root mean square of every channel")
+        raise CacheError(_NO_SCALES)
     norm, spread = (np.sqrt(np.square(part, dtype=np.float64).sum(axis=-1)) for part in (values_RD, rms_D))
     return _finite(np.minimum(reach, _AIM * norm / spread))
 
@@ -163,6 +183,12 @@ def _dequantise(name: str, codes_RD: np.ndarray, scales_R: np.ndarray, rms_D: np
     words += ((words >> 16) & 1) + np.uint32(0x7FFF)
     words >>= 16
     return words.astype(np.uint16)
+
+
+def _join(scales: np.ndarray, counts: np.ndarray, columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The stored bytes, uint8."""
+    parts = (to_bits(scales), counts, columns, values)
+    return np.frombuffer(b"".join(part.astype("<u2").tobytes() for part in parts), np.uint8)
 
 
 def _split(stored: np.ndarray, groups: int, rows: int, channels: int) -> tuple[np.ndarray, ...]:

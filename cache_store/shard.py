@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 
 from cache_store.errors import CacheError
-from cache_store.fields import FieldCodecs, Planes, TensorError, tensor_errors
+from cache_store.fields import FieldCodec, FieldCodecs, Planes, TensorError, tensor_errors
 from cache_store.manifest import SampleRecord
 from cache_store.schema import CacheSpec, TargetSample
 
@@ -64,26 +64,42 @@ class EncodedSample:
         )
 
 
-def encode_sample(spec: CacheSpec, codecs: FieldCodecs, sample: TargetSample) -> EncodedSample:
-    """Encode a sample, already validated, by the codecs of its cache."""
+CopiedField = tuple[Planes, tuple[TensorError, ...]]
+"""A field's planes from another shard, with what was measured on them when they were made."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFields:
+    """Fields that go into a shard as another one holds them: coding lossy states again would add to their error."""
+
+    captured: CopiedField | None = None
+    last: CopiedField | None = None
+
+
+def encode_sample(
+    spec: CacheSpec, codecs: FieldCodecs, sample: TargetSample, copied: CopiedFields | None = None
+) -> EncodedSample:
+    """Encode a sample, already validated, by the codecs of its cache, but for fields that are copied."""
     last = sample.last_hidden_state
     if spec.last_hidden == "needed":
         last = last[needed_positions(sample.loss_mask)]
-    captured_planes, captured_errors = codecs.captured.encode(sample.hidden_states)
-    last_planes, last_errors = codecs.last.encode(last[None])
-    errors: tuple[TensorError, ...] = ()
-    if captured_errors is not None:
-        errors += tensor_errors([str(layer) for layer in spec.layer_ids], captured_errors)
-    if last_errors is not None:
-        errors += tensor_errors(["last"], last_errors)
+    given = copied or CopiedFields()
+    layers = [str(layer) for layer in spec.layer_ids]
+    captured_planes, captured_errors = given.captured or _encode(codecs.captured, sample.hidden_states, layers)
+    last_planes, last_errors = given.last or _encode(codecs.last, last[None], ["last"])
     return EncodedSample(
         sample_id=sample.sample_id,
         metadata=sample.metadata,
         input_ids=np.ascontiguousarray(sample.input_ids, dtype="<i4"),
         loss_mask=sample.loss_mask.astype(np.uint8),
         planes=(*captured_planes, *last_planes),
-        errors=errors,
+        errors=captured_errors + last_errors,
     )
+
+
+def _encode(field: FieldCodec, bits_GRD: np.ndarray, names: list[str]) -> CopiedField:
+    planes, errors = field.encode(bits_GRD)
+    return planes, () if errors is None else tensor_errors(names, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +120,7 @@ class ShardWriter(Protocol):
     path: Path
     ids: list[str]
 
-    def add(self, sample: TargetSample) -> None:
+    def add(self, sample: TargetSample, copied: CopiedFields | None = None) -> None:
         """Append one sample, already validated. Raises SampleRejected when the container cannot hold it."""
 
     def tell(self) -> int:

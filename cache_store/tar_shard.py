@@ -24,7 +24,7 @@ from cache_store.errors import CacheError, SampleRejected
 from cache_store.fields import FieldCodecs, Planes, TensorError, merge_errors
 from cache_store.manifest import SampleRecord
 from cache_store.schema import CacheSpec, TargetSample
-from cache_store.shard import EncodedSample, StoredSample, TextCut, checksum, encode_sample
+from cache_store.shard import CopiedFields, EncodedSample, StoredSample, TextCut, checksum, encode_sample
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -66,9 +66,9 @@ class TarShardWriter:
         self._compressor = literal_frames()
         self._sink = path.open("wb")
 
-    def add(self, sample: TargetSample) -> None:
+    def add(self, sample: TargetSample, copied: CopiedFields | None = None) -> None:
         """Append one sample, already validated. Raises SampleRejected for one that no member can hold."""
-        row = encode_sample(self.spec, self.codecs, sample)
+        row = encode_sample(self.spec, self.codecs, sample, copied)
         planes = [
             self._compressor.compress(plane.data) if name.endswith(".zst") and plane.size else plane.data
             for name, plane in zip(_PLANE_MEMBERS, row.planes, strict=True)

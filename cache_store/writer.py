@@ -19,7 +19,7 @@ from cache_store.containers import new_shard
 from cache_store.errors import AlreadyExists, CacheMismatch, NotFound, SampleRejected, StorageError
 from cache_store.manifest import COMMITS, SHARDS, SPEC, ShardRecord
 from cache_store.schema import CacheSpec, TargetSample
-from cache_store.shard import ShardWriter
+from cache_store.shard import CopiedFields, ShardWriter
 from cache_store.storage import FREE_SPACE, Storage
 
 
@@ -81,7 +81,7 @@ class CacheWriter:
         self._scratch_dir = scratch_dir
         self._fingerprint = identity.fingerprint(spec)
         calibration = load_calibration(storage, spec)
-        self._codecs, self._calibration = field_codecs(spec, calibration), digest_of(spec, calibration)
+        self._codecs, self._calibration = field_codecs(spec, calibration), digest_of(calibration)
         self._open: ShardWriter | None = None
         self._ids: set[str] = set()
 
@@ -94,8 +94,8 @@ class CacheWriter:
         else:
             self.abandon()
 
-    def write(self, sample: TargetSample) -> None:
-        """Add one sample; commits the shard when it is full.
+    def write(self, sample: TargetSample, copied: CopiedFields | None = None) -> None:
+        """Add one sample; commits the shard when it is full. `copied` fields are stored as they are.
 
         Raises SampleRejected (the writer stays usable); StorageError or anything else drops the open shard.
         """
@@ -105,7 +105,7 @@ class CacheWriter:
         try:
             if self._open is None:
                 self._open = self._new_shard()
-            self._open.add(sample)
+            self._open.add(sample, copied)
             full = self._open.tell() >= self.spec.shard_bytes
         except SampleRejected:
             raise  # before a byte of it was written

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cache_store import codec
+from cache_store.audit import verify_cache
 from cache_store.calibration import (
     CALIBRATION,
     Calibration,
@@ -14,9 +15,9 @@ from cache_store.calibration import (
     commit_calibration,
     load_calibration,
 )
-from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch
+from cache_store.errors import CacheError, CacheIncomplete, CacheMismatch, ShardCorrupt
 from cache_store.ledger import seal
-from cache_store.manifest import Manifest
+from cache_store.manifest import MANIFEST, Manifest
 from cache_store.reader import CacheReader
 from cache_store.schema import TargetSample
 from cache_store.storage import Storage, open_storage
@@ -92,6 +93,18 @@ def test_nothing_is_written_or_read_without_scales(storage: Storage) -> None:
     with pytest.raises(CacheError, match="no samples"):
         calibrate(SPEC, [])
     assert seal(storage, expected_ids=[]).calibration is None
+    assert len(CacheReader(storage)) == 0
+
+
+def test_lost_scales_are_refused(storage: Storage) -> None:
+    build_cache(storage, SPEC, 3)
+    storage.delete(CALIBRATION)
+    with pytest.raises(CacheMismatch, match="the cache has None"):
+        CacheReader(storage)
+    assert next(finding.kind for finding in verify_cache(storage).findings) == "bad-calibration"
+    storage.delete(MANIFEST)
+    with pytest.raises(ShardCorrupt, match="needs the calibrated"):
+        CacheReader(storage, allow_unsealed=True).read(0)
 
 
 def test_exchanged_scales_are_refused(storage: Storage) -> None:

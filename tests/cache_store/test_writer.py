@@ -265,7 +265,7 @@ def test_full_disk_stops_with_a_line_and_resumes(storage: Storage, monkeypatch: 
     create_cache(storage, SPEC)
     with monkeypatch.context() as patch:
 
-        def full(self: object, sample: object) -> None:
+        def full(self: object, *_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(parquet_shard.ParquetShardWriter, "add", full)
