@@ -250,8 +250,13 @@ _POSITIVE_FIELDS = (
 
 
 def rope_theta_of(config: Mapping[str, Any]) -> float:
-    """The RoPE base of a Hugging Face config, old (`rope_theta`) or new (`rope_parameters`) style."""
+    """The RoPE base of a Hugging Face config, old (`rope_theta`) or new (`rope_parameters`) style.
+
+    A target with one base per kind of layer (Gemma 3) gives that of its full-attention layers: a drafter's context is
+    the whole text.
+    """
     parameters = config.get("rope_parameters") or {}
+    parameters = parameters.get("full_attention") or parameters
     return float(parameters["rope_theta"] if "rope_theta" in parameters else _required(config, "rope_theta"))
 
 

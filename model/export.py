@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,21 +46,21 @@ def save_drafter(
     """Write config.json and model.safetensors in the parameters' dtype; returns the folder.
 
     `extra` (JSON types: provenance, run, step) is stored under the key `provenance`, which no loader reads; `keep` are
-    further keys that only this project reads. Weights are written before the config and each file is renamed into
-    place, so a folder with a config.json is complete.
+    further keys that only this project reads. Both files are renamed into place, the weights first, so a folder with a
+    config.json is complete.
     `heads` in their stored dtype are needed for a reduced vocabulary, a scaled embedding and `self_contained`.
     Raises CheckpointError when they are needed and absent.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = export_tensors(drafter, heads=heads, self_contained=self_contained)
-    temporary = folder / f".{WEIGHTS}.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / WEIGHTS)
     data = {**config_json(drafter.config, dtype=drafter.dtype), **(keep or {}), "provenance": dict(extra)}
-    temporary = folder / f".{CONFIG}.tmp"
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / CONFIG)
+    config, weights = folder / f".{CONFIG}.tmp", folder / f".{WEIGHTS}.tmp"
+    config.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    shutil.copymode(config, weights)  # safetensors writes for its owner alone; servers run as somebody else
+    os.replace(weights, folder / WEIGHTS)
+    os.replace(config, folder / CONFIG)
     return folder
 
 

@@ -48,6 +48,22 @@ def test_old_style_configs_without_head_dim_and_rope_parameters() -> None:
     assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (16, 4, 5e5)
 
 
+def test_a_target_with_two_rope_bases_gives_that_of_full_attention() -> None:
+    bases = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    config = DrafterConfig.from_target({**target_config(), "rope_parameters": bases}, shape=shape())
+    assert config.rope_theta == 1e6
+
+
+@pytest.mark.parametrize("size", [0, 199])
+def test_the_whole_vocabulary_is_written_out(size: int) -> None:
+    config = DrafterConfig.from_target(target_config(), shape=shape(draft_vocab_size=size))
+    assert config.draft_vocab_size == 199
+    assert not config.reduces_vocabulary
+    assert DrafterConfig.from_target(target_config(), shape=shape(draft_vocab_size=198)).reduces_vocabulary
+    with pytest.raises(DrafterConfigError, match="draft_vocab_size is 200; wanted 1 to the target's 199"):
+        drafter_config(draft_vocab_size=200)
+
+
 def test_dict_round_trip_is_strict() -> None:
     data = json.loads(json.dumps(drafter_config().to_dict()))
     assert DrafterConfig.from_dict(data) == drafter_config()

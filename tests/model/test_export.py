@@ -91,6 +91,8 @@ def test_layout_is_the_released_one(saved: Path) -> None:
     assert {name: list(t.shape) for name, t in load_file(saved / "model.safetensors").items()} == RELEASED
     assert json.loads((saved / "config.json").read_text()) == RELEASED_CONFIG
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    modes = {path.stat().st_mode for path in saved.iterdir()}
+    assert len(modes) == 1  # a server of another user reads both or neither
 
 
 @pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
