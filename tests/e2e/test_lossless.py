@@ -1,4 +1,7 @@
-"""Greedy speculative output equals the target's own, token for token, on 50 prompts of a real model in float32."""
+"""Greedy speculative output equals the target's own, token for token, on 50 prompts of a real model in float32.
+
+A drafter that knows two answers by heart, and a random one, one request at a time and eight.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, NEW_TOKENS, FITTED_PROMPTS, STEPS = 50, 32, 2, 80
+PROMPTS, NEW_TOKENS, FITTED_PROMPTS, STEPS = 50, 24, 2, 80
 LOSS = LossConfig(ce=1.0, l1=0.0, confidence=0.1, decay_gamma=4.0, rows_per_chunk=512)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def make_config(folder: Path) -> Config:
+def make_config(folder: Path, batch_size: int) -> Config:
     overrides = [
         f"target.path={prepare_demo_target(folder / 'target')}",
         "target.dtype=float32",
@@ -42,8 +45,9 @@ def make_config(folder: Path) -> Config:
         "evaluation.temperatures=[0.0]",
         "evaluation.limit_per_domain=13",
         "evaluation.target_prompts_per_domain=null",
-        "evaluation.compare_untrained=false",
+        "evaluation.compare_untrained=true",
         "evaluation.num_actors=2",
+        f"evaluation.batch_size={batch_size}",
     ]
     return load_config(ROOT / "jobs/configs/smollm2_demo.yaml", overrides)
 
@@ -71,8 +75,9 @@ def fit(drafter: DSparkDrafter, config: Config, prompts: Sequence[str]) -> None:
         optimizer.step()
 
 
-def test_fifty_answers_of_a_real_model_are_the_targets_own(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_fifty_answers_of_a_real_model_are_the_targets_own(batch_size: int, tmp_path: Path) -> None:
+    config = make_config(tmp_path, batch_size)
     rows = [json.loads(line) for line in (ROOT / "jobs/prompts/demo_eval.jsonl").read_text().splitlines()]
     drafter = DSparkDrafter(drafter_config(config)).init_weights(0)
     fit(drafter, config, [row["messages"][0]["content"] for row in rows[:FITTED_PROMPTS]])
@@ -82,7 +87,7 @@ def test_fifty_answers_of_a_real_model_are_the_targets_own(tmp_path: Path) -> No
 
     assert report is not None
     checks = {check.drafter: check for check in report.greedy}
-    assert checks["trained"].compared >= PROMPTS
+    assert min(checks["trained"].compared, checks["untrained"].compared) >= PROMPTS
     assert all(check.equal == check.compared for check in checks.values())
     summary = report.summary("trained", 0.0, ALL_DOMAINS)
     assert summary is not None

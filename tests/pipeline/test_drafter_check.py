@@ -12,7 +12,7 @@ import pytest
 from model.drafter import DSparkDrafter
 from model.export import save_drafter
 from pipeline.config import Config
-from pipeline.drafter_check import check_drafter, compare_identity, current_identity, expected_tau
+from pipeline.drafter_check import TEMPERATURES_KEY, check_drafter, compare_identity, current_identity, expected_tau
 from pipeline.errors import ConfigError
 from pipeline.identity import check_target
 from pipeline.train.recipe import drafter_config
@@ -80,12 +80,27 @@ def test_missing_or_foreign_drafter_is_one_line(make_config: Callable[..., Confi
         check_drafter(tmp_path / "nothing", config, check_target(config))
     folder = export(config)
     data = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**data, "vocab_size": 77, "draft_vocab_size": 77, "mask_token_id": 1}))
+    other = {"vocab_size": 77, "draft_vocab_size": 77, "mask_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(data | other))
     with pytest.raises(ConfigError, match="vocab_size 77, the target has 1024"):
         check_drafter(folder, config, check_target(config))
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not a usable drafter"):
         check_drafter(folder, config, check_target(config))
+
+
+def test_calibrated_temperatures_come_along_and_must_fit(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    folder = export(config)
+    assert check_drafter(folder, config, check_target(config)).confidence_temperatures == ()
+    data = json.loads((folder / "config.json").read_text())
+    fitting = [1.5] * data["block_size"]
+    (folder / "config.json").write_text(json.dumps(data | {TEMPERATURES_KEY: fitting}))
+    assert check_drafter(folder, config, check_target(config)).confidence_temperatures == tuple(fitting)
+    for wrong, message in (([1.5], "1 confidence_temperatures for a block of"), ([-1.0] * 7, "not positive")):
+        (folder / "config.json").write_text(json.dumps(data | {TEMPERATURES_KEY: wrong}))
+        with pytest.raises(ConfigError, match=message):
+            check_drafter(folder, config, check_target(config))
 
 
 def test_drafter_of_unknown_origin_is_said_to_be_so() -> None:

@@ -77,6 +77,7 @@ def test_every_accepted_form(row: dict[str, object], system: str | None, users: 
         ({"prompt": "a", "id": ""}, "id is empty"),
         ({"prompt": "a", "id": ["x"]}, "id is list"),
         ({"prompt": "a", "domain": 3}, "domain is int"),
+        ({"prompt": "a", "language": 3}, "language is int"),
         ({"prompt": "\ud800"}, "surrogate"),
     ],
 )

@@ -18,12 +18,13 @@ from model.decoding.speculative import (
     DecodeConfig,
     DecodeResult,
     Request,
+    Round,
     decode_all,
     speculative_decode,
     target_decode,
 )
 from model.drafter import DSparkDrafter
-from model.errors import DecodingError
+from model.errors import CalibrationError, DecodingError
 from model.target_heads import TargetHeads
 from pipeline.engines.hf_verifier import HfVerifier
 from tests.golden_data import drafter_config, read_json, split_state, tensors, tiny_heads
@@ -283,6 +284,21 @@ def test_sampled_output_has_the_targets_distribution(threshold: float, top_p: fl
     expected = p * transitions.sum(axis=1, keepdims=True)
     chi_square = ((transitions - expected)[p > 0] ** 2 / expected[p > 0]).sum()
     assert chi_square < CHI_SQUARE_999[int((p > 0).sum()) - 5]
+
+
+def test_calibration_changes_what_a_threshold_holds_back_and_never_a_draft() -> None:
+    verifier, drafter, heads = toy(3, seed=7)
+
+    def rounds(threshold: float, *temperatures: float) -> list[Round]:
+        config = greedy(confidence_threshold=threshold, confidence_temperatures=temperatures)
+        return speculative_decode(verifier, drafter, heads, [1], config).rounds
+
+    assert rounds(0.0) == rounds(0.0, 0.1, 5.0, 2.0)
+    plain, scaled = rounds(0.6), rounds(0.6, 9.0, 9.0, 9.0)
+    assert sum(r.proposed for r in scaled) < sum(r.proposed for r in plain)
+    assert plain[0].confidences == scaled[0].confidences, "the table keeps what the head said"
+    with pytest.raises(CalibrationError, match="2 temperatures for 3 draft positions"):
+        rounds(0.6, 1.0, 1.0)
 
 
 def test_seed_decides_a_sampled_run() -> None:
