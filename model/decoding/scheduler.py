@@ -15,14 +15,19 @@ The loops are compiled at the first call for a dtype (seconds); warm_up() does i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from model.decoding.cost_table import CostTable
 from model.errors import DecodingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,17 @@ def admit_top(
     taken_RK = np.arange(confidences_RK.shape[1]) < lengths_R[:, None]
     total = base + float(survival_RK[taken_RK].sum())
     return Schedule(lengths_R, base + admitted, total, total / float(table.seconds_B[base + admitted - 1]), invalid)
+
+
+def cost_schedule(table: CostTable, *, overhead_seconds: float = 0.0) -> Callable[[Tensor], list[int]]:
+    """Algorithm 1 as a BatchDecoder's `schedule`: confidences [B,K] to the number of drafts to verify per row."""
+
+    def count(confidences_BK: Tensor) -> list[int]:
+        confidences = confidences_BK.float().cpu().contiguous().numpy()
+        lengths: list[int] = schedule(confidences, table, overhead_seconds=overhead_seconds).lengths_R.tolist()
+        return lengths
+
+    return count
 
 
 def warm_up(dtype: type[np.floating] = np.float32) -> None:

@@ -14,8 +14,12 @@ import pytest
 import torch
 
 from model.decoding.cost_table import CostTable
+from model.decoding.drafting import BlockDrafter
 from model.decoding.sampling import draw, verify_sampled
-from model.decoding.scheduler import admit_top, best_capacity, schedule
+from model.decoding.scheduler import admit_top, best_capacity, cost_schedule, schedule
+from model.decoding.speculative import BatchDecoder, DecodeConfig, Request, decode_all
+from tests.model.decoding.test_speculative import GOLDEN_DECODE, RUNS, load_run
+from tests.tiny_target import tiny_verifier
 
 Decide = Callable[[np.ndarray, int, int], np.ndarray]
 """Confidences [R,K] of a batch, the numbers of its round and of the batch, to lengths [R]."""
@@ -175,3 +179,16 @@ class TestAppendixA:
         statistic, limit = chi_square(counts, self.rows * np.array([0.7, 0.3]))
         assert statistic < limit
         assert str(max(lengths)) == request.node.callspec.id
+
+
+def test_scheduled_greedy_decoding_in_a_batch_is_the_targets_own() -> None:
+    runs = [RUNS[f"fitted_vanilla_b7_p{prompt}_t0.0"] for prompt in range(3)]
+    requests = [Request(GOLDEN_DECODE["prompts"][run["prompt"]]) for run in runs]
+    table = table_of([1 / (1 + 0.15 * tokens) for tokens in range(1, 25)])
+    config = DecodeConfig(max_new_tokens=64, temperature=0.0, stop_ids=frozenset(), seed=0)
+    drafter = BlockDrafter(*load_run(runs[0]))
+    decoder = BatchDecoder(tiny_verifier(), drafter, config, batch_size=3, schedule=cost_schedule(table))
+    results = decode_all(decoder, requests)
+    for run, request, result in zip(runs, requests, results, strict=True):
+        assert [*request.prompt_ids, *result.output_ids] == run["output_ids"]
+    assert len({r.proposed for result in results for r in result.rounds}) > 3  # the scheduler did decide
