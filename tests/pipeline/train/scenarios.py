@@ -56,7 +56,7 @@ def train_and_watch_heads(configs: list[Config]) -> list[tuple[list[int], list[i
 
         with mock.patch.object(worker, "load_target_heads", load):
             worker.run_rank(prepare_job(config))
-        ((heads, before),) = loaded
+        heads, before = loaded[0]  # the export reads them once more, in their stored dtype
         watched.append((before, _checksums(heads)))
     return watched
 

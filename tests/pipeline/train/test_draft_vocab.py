@@ -2,21 +2,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cache_store.reader import CacheReader
 from cache_store.storage import open_storage
+from model.export import check_copies, load_drafter
+from model.target_heads import load_target_heads
 from pipeline.config import Config
 from pipeline.engines.hf import indispensable_tokens, load_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.train.checkpoint import check_recipe
+from pipeline.train.checkpoint import check_recipe, read_parameters, read_state
 from pipeline.train.draft_vocab import FILE, DraftVocabulary, count_supervised, draft_vocabulary
 from pipeline.train.recipe import prepare_job
 from pipeline.train.run import describe
 from tests.pipeline.hf_target import VOCAB as TARGET_VOCAB
-from tests.pipeline.train.rig import VOCAB, answer_mask, make_cache, make_config
+from tests.pipeline.train.rig import VOCAB, answer_mask, make_cache, make_config, run_ranks
+from tests.pipeline.train.scenarios import checkpoint_of, train_all
 
 ALWAYS = frozenset({0, 3, 96})
 
@@ -76,14 +80,37 @@ def test_a_damaged_mapping_is_refused(reader: CacheReader, tmp_path: Path) -> No
         vocabulary(reader, tmp_path)
 
 
+def reduced_config(root: Path, target: Path, size: int | None, **training: Any) -> Config:
+    config = make_config(root, **training)
+    drafter = config.drafter.model_copy(update={"draft_vocab_size": size})
+    return config.model_copy(
+        update={"drafter": drafter, "target": config.target.model_copy(update={"path": str(target)})}
+    )
+
+
+def test_a_run_trains_and_exports_a_reduced_vocabulary(tmp_path: Path, tiny_target: Path) -> None:
+    """The real loop and engine; every tensor moves, and the export holds the mapping and the lm_head's own rows."""
+    make_cache(str(tmp_path / "cache"), [answer_mask(24, 4)] * 8, vocab_size=TARGET_VOCAB)
+    config = reduced_config(tmp_path, tiny_target, 400, epochs=3)
+    job = prepare_job(config)
+    ((result,),) = run_ranks(1, tmp_path / "ranks", train_all, [config])
+    assert result.failure is None
+    assert read_state(checkpoint_of(config, 3)).unchanged == []
+    drafter = load_drafter(job.output / "drafter")
+    assert drafter.draft_ids is not None
+    assert tuple(drafter.draft_ids.tolist()) == job.draft_vocab.ids  # type: ignore[union-attr]
+    masters = read_parameters(checkpoint_of(config, 3))
+    assert list(masters["markov_head.markov_w1.weight"].master.shape) == [TARGET_VOCAB, 8]
+    assert list(masters["markov_head.markov_w2.weight"].master.shape) == [400, 8]
+    copies = check_copies(job.output / "drafter", load_target_heads(tiny_target, dtype=None))
+    assert copies == ["lm_head.weight"]
+
+
 def test_a_job_has_it_in_its_recipe_and_in_its_drafter(tmp_path: Path, tiny_target: Path) -> None:
     make_cache(str(tmp_path / "cache"), [answer_mask(40, 10)] * 4, vocab_size=TARGET_VOCAB)
 
     def job_of(size: int | None) -> Config:
-        config = make_config(tmp_path)
-        drafter = config.drafter.model_copy(update={"draft_vocab_size": size})
-        target = config.target.model_copy(update={"path": str(tiny_target)})
-        return config.model_copy(update={"drafter": drafter, "target": target})
+        return reduced_config(tmp_path, tiny_target, size)
 
     job = prepare_job(job_of(400))
     assert job.draft_vocab is not None
