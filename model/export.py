@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -150,6 +150,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / names[0]}: not readable as safetensors: {error}") from error
     return tensors
+
+
+def has_copies(folder: Path) -> bool:
+    """Whether the checkpoint carries matrices of the target, from its header alone. Raises CheckpointError."""
+    if (folder / f"{WEIGHTS}.index.json").exists():
+        return True  # no drafter of ours is sharded: a released one, which carries both
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as tensors:
+            return bool({EMBEDDING, HEAD} & set(tensors.keys()))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: not readable as safetensors: {error}") from error
 
 
 def check_copies(folder: Path, heads: TargetHeads) -> list[str]:

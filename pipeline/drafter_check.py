@@ -11,7 +11,9 @@ from cache_store.identity import digest_tokenizer, digest_weights
 from model.config import DrafterConfig
 from model.decoding.calibration import check_temperatures
 from model.errors import CalibrationError, ModelError
-from model.export import config_from_json
+from model.export import check_copies, has_copies
+from model.layouts import config_from_json
+from model.target_heads import load_target_heads
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.identity import CheckedTarget
@@ -42,8 +44,9 @@ class CheckedDrafter:
 def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> CheckedDrafter:
     """Compare `<folder>/config.json` and the cache identity in it with the target at hand.
 
-    Raises ConfigError when there is no drafter, when its shape does not fit the target, and when target weights,
-    tokenizer or template are others than those it was trained for (unless evaluation.allow_mismatch).
+    Raises ConfigError when there is no drafter, when its shape does not fit the target, and, unless
+    evaluation.allow_mismatch, when target weights, tokenizer or template are others than those it was trained for or
+    its copies of the target's matrices are not the target's.
     """
     file = folder / "config.json"
     try:
@@ -57,6 +60,7 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
     _check_shape(file, drafter, target)
     provenance = data.get("provenance") or {}
     refused, warned = compare_identity(provenance, current_identity(config, target))
+    refused += _foreign_copies(folder, target)
     if refused and not config.evaluation.allow_mismatch:
         raise ConfigError(
             f"{file}: the drafter was trained for another target: {'; '.join(refused)}; use the config that "
@@ -69,6 +73,15 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
             f"{list(config.extraction.layer_ids)}; the drafter's own are used"
         )
     return CheckedDrafter(drafter, temperatures, tuple(warnings))
+
+
+def _foreign_copies(folder: Path, target: CheckedTarget) -> list[str]:
+    try:
+        if has_copies(folder):
+            check_copies(folder, load_target_heads(target.folder, dtype=None))
+    except ModelError as error:
+        return [str(error)]
+    return []
 
 
 def _temperatures(data: dict[str, Any], drafter: DrafterConfig, file: Path) -> tuple[float, ...]:

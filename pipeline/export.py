@@ -176,7 +176,6 @@ def _read_source(config: Config, options: ExportOptions, target: CheckedTarget) 
         )
     checked = check_drafter(path, config, target)
     drafter = load_drafter(path)
-    check_copies(path, load_target_heads(target.folder, dtype=None))
     data = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     kept = {key: data[key] for key in (TEMPERATURES_KEY,) if key in data}
     provenance = data.get("provenance") or {"imported_from": path.name}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from model.drafter import DSparkDrafter
 from model.export import save_drafter
@@ -101,6 +102,19 @@ def test_calibrated_temperatures_come_along_and_must_fit(make_config: Callable[.
         (folder / "config.json").write_text(json.dumps(data | {TEMPERATURES_KEY: wrong}))
         with pytest.raises(ConfigError, match=message):
             check_drafter(folder, config, check_target(config))
+
+
+def test_a_copy_of_the_targets_matrices_must_be_the_targets(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    folder = export(config)
+    weights = folder / "model.safetensors"
+    stored, target = load_file(weights), load_file(Path(config.target.path) / "model.safetensors")
+    save_file({**stored, "lm_head.weight": target["lm_head.weight"]}, weights)
+    assert check_drafter(folder, config, check_target(config)).warnings == ()
+    target["lm_head.weight"][5, 5] += 1e-3
+    save_file({**stored, "lm_head.weight": target["lm_head.weight"]}, weights)
+    with pytest.raises(ConfigError, match=r"lm_head.weight .* is not the target's .* bit for bit"):
+        check_drafter(folder, config, check_target(config))
 
 
 def test_drafter_of_unknown_origin_is_said_to_be_so() -> None:

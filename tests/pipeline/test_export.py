@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from jobs.export_drafter import main
 from model.drafter import DSparkDrafter
-from model.errors import CheckpointError
 from model.export import load_drafter, save_drafter
 from model.target_heads import load_target_heads
 from pipeline.config import Config, dump_config
@@ -120,7 +119,7 @@ def test_a_damaged_mapping_or_copy_is_refused(
     tensors[damage][0] += 1
     save_file(tensors, folder / "model.safetensors")
     message = "already, the first" if damage == "d2t" else "lm_head.weight .* is not the target's .* bit for bit"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigError, match=message):
         run_export(run.config, ExportOptions(checkpoint=folder, output=tmp_path / "out"))
 
 
