@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cache_store.commands import diff, estimate, gc, head, inspect, repair, sample, stats, verify
+from cache_store.commands import convert, diff, estimate, gc, head, inspect, repair, sample, stats, verify
 from cache_store.commands.terminal import EXIT_FAILED
 from cache_store.errors import CacheError
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "repair": repair,
     "gc": gc,
     "diff": diff,
+    "convert": convert,
     "sample": sample,
     "estimate": estimate,
 }
