@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cache_store import codec, index
+from cache_store.fields import TensorError
 from cache_store.identity import fingerprint
 from cache_store.ledger import Ledger, count_rejects
 from cache_store.reader import CacheReader
@@ -17,6 +18,7 @@ from cache_store.schema import TargetSample
 PROBED_SAMPLES = 8
 """Samples whose states are read for the facts per layer, spread over the cache."""
 HISTOGRAM_BINS = 12
+STORED_AS = ("format", "codec", "last_codec", "last_hidden")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,8 @@ class Inspection:
     finish_reasons: dict[str, int]
     length_median: float
     lengths: tuple[LengthBin, ...]
+    errors: tuple[TensorError, ...]
+    """What bounded-loss codecs lost, as measured when the shards were written; empty where all is exact."""
     layers: tuple[LayerFacts, ...]
     probed_samples: int
 
@@ -70,7 +74,7 @@ def inspect_cache(reader: CacheReader, *, probe: bool = True) -> Inspection:
     spec = reader.spec
     settings = {
         name: getattr(spec, name)
-        for name in ("layer_ids", "hidden_size", "num_target_layers", "vocab_size", "format", "codec", "last_hidden")
+        for name in ("layer_ids", "hidden_size", "num_target_layers", "vocab_size", *STORED_AS)
     }
     if reader.manifest is not None:
         duplicates, rejects = reader.manifest.duplicates, reader.manifest.rejects
@@ -98,6 +102,7 @@ def inspect_cache(reader: CacheReader, *, probe: bool = True) -> Inspection:
         finish_reasons=index.counts(reader.index, "finish"),
         length_median=float(np.median(reader.tokens)) if len(reader) else 0.0,
         lengths=length_histogram(reader.tokens),
+        errors=reader.manifest.errors if reader.manifest is not None else (),
         layers=layer_facts(spec.layer_ids, probed),
         probed_samples=len(probed),
     )

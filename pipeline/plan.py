@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_store.estimate import estimate_bytes
-from cache_store.schema import CacheSpec
+from cache_store.schema import EXACT_CODECS, CacheSpec
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 
@@ -208,10 +208,11 @@ def assumed_plan(config: Config) -> str | None:
 
 
 def _codecs(config: Config) -> str:
-    """Container and codecs as one phrase: `tar i8cr, last bss1`."""
+    """Container and codecs as one phrase: `tar i8cr, last hidden state bss1`."""
     cache = config.cache
-    last = "" if cache.last_codec in (None, cache.codec) else f", last {cache.last_codec}"
-    return f"{cache.format} {cache.codec}{last}"
+    exact = cache.codec if cache.codec in EXACT_CODECS else "bss1"
+    last = cache.last_codec or exact
+    return f"{cache.format} {cache.codec}" + (f", last hidden state {last}" if last != cache.codec else "")
 
 
 def format_bytes(count: float) -> str:

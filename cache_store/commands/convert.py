@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cache_store.commands.inspect import errors_table
 from cache_store.commands.progress import count_bar
 from cache_store.commands.terminal import EXIT_OK, pairs_table, size_text, storage_of
 from cache_store.convert import Changes, Source, StoredCache, convert
@@ -98,9 +99,7 @@ def _show(options: argparse.Namespace, manifest: Manifest) -> None:
         "rejected": f"{manifest.rejected:,}",
         "stored": f"{size_text(manifest.num_bytes)} in {len(manifest.shards):,} shards",
     }
-    for error in manifest.errors:
-        layer = error.tensor if error.tensor == "last" else f"layer {error.tensor}"
-        rows[f"error, {layer}"] = (
-            f"{error.mean:.2%} of a row on average, {error.max:.2%} at most; {error.outliers:,} outliers exact"
-        )
-    Console().print(pairs_table(f"Converted to {options.destination}", rows))
+    console = Console()
+    console.print(pairs_table(f"Converted to {options.destination}", rows))
+    if manifest.errors:
+        console.print(errors_table(manifest.errors))

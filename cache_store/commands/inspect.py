@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_store.commands.terminal import EXIT_OK, open_cache, pairs_table, show_histogram, size_text
+from cache_store.fields import TensorError
 from cache_store.inspection import Inspection, inspect_cache
 
 HELP = "identity, totals, shards, rejects, lengths and facts per layer"
@@ -29,6 +30,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(facts, Console())
     return EXIT_OK
+
+
+def errors_table(errors: tuple[TensorError, ...]) -> Table:
+    """What bounded-loss codecs lost, tensor by tensor."""
+    title = "Error of a row by the codecs, |decoded - x| / |x|"
+    table = Table("tensor", "mean", "largest", "values kept exactly", title=title, title_justify="left")
+    for error in errors:
+        table.add_row(error.tensor, f"{error.mean:.3%}", f"{error.max:.3%}", f"{error.outliers:,}")
+    return table
 
 
 def _show(facts: Inspection, console: Console) -> None:
@@ -55,6 +65,8 @@ def _show(facts: Inspection, console: Console) -> None:
         for reason, count in reasons.items():
             rejects.add_row(stage, Text(reason), f"{count:,}")
     console.print(rejects if facts.rejects else "Rejects: none")
+    if facts.errors:
+        console.print(errors_table(facts.errors))
     if facts.lengths:
         show_histogram(console, f"Tokens per sample (median {facts.length_median:.0f})", facts.lengths)
     if facts.layers:

@@ -48,6 +48,15 @@ def test_totals(tmp_path: Path, sealed: bool) -> None:
     assert facts.probed_samples == 8
 
 
+def test_what_the_codecs_lost_is_shown(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "cache"))
+    build_cache(storage, make_spec(codec="i8cr", format="tar"), 9)
+    facts = inspect_cache(CacheReader(storage))
+    assert (facts.settings["format"], facts.settings["codec"], facts.settings["last_codec"]) == ("tar", "i8cr", "bss1")
+    assert [error.tensor for error in facts.errors] == ["0", "2"]
+    assert all(0 < error.mean < error.max <= 0.01 for error in facts.errors)
+
+
 def test_layer_facts_separate_the_first_token() -> None:
     spec = make_spec()
     values = np.ones((2, 4, 16), np.float32)
