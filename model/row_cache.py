@@ -24,6 +24,7 @@ class RowCache:
         """Tokens that each row holds; set it to forget tokens."""
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
+        self._last_places: tuple[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] | None = None
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """int64 [B, count]: the positions that each row's next tokens take."""
@@ -35,9 +36,8 @@ class RowCache:
 
         T reaches to the longest row's end. The lengths do not change: several layers write the same tokens.
         """
-        B, n = key_BnGE.shape[:2]
-        columns = self.positions(n, key_BnGE.device)
-        rows = torch.arange(B, device=key_BnGE.device)[:, None]
+        n = key_BnGE.shape[1]
+        rows, columns = self._places(n, key_BnGE.device)
         used = max(self.lengths) + n
         views = []
         for buffers, new in ((self._keys, key_BnGE), (self._values, value_BnGE)):
@@ -46,6 +46,14 @@ class RowCache:
             buffers[layer] = buffer
             views.append(buffer[:, :used])
         return views[0], views[1]
+
+    def _places(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and column indices of each row's next tokens; made once for all layers of a forward."""
+        lengths = tuple(self.lengths)
+        if self._last_places is None or self._last_places[0] != (lengths, count):
+            rows = torch.arange(len(lengths), device=device)[:, None]
+            self._last_places = ((lengths, count), (rows, self.positions(count, device)))
+        return self._last_places[1]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""

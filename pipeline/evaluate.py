@@ -164,6 +164,11 @@ def _findings(config: Config, ready: _Ready, measured: Measured) -> Iterator[str
     longest = max(d.prompt_tokens + len(d.output_ids) for d in measured.decodes)
     if longest > config.training.max_length:
         yield f"evaluated up to {longest} tokens, trained up to training.max_length {config.training.max_length}"
+    if ready.drafter.max_position_embeddings < config.max_length:
+        yield (
+            f"the drafter's max_position_embeddings {ready.drafter.max_position_embeddings} is below max_length "
+            f"{config.max_length}: longer conversations were left out, and it should not serve them"
+        )
     leak = ready.leak
     if leak.problem:
         yield f"not compared with the training prompts: {leak.problem}"
