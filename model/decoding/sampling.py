@@ -17,6 +17,8 @@ from torch import Tensor
 
 from model.errors import DecodingError
 
+_CANDIDATES = 512
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -52,21 +54,31 @@ class Verdict(NamedTuple):
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities float32 [..., V] of logits [..., V] after temperature, top-k and top-p, in this order.
 
-    Of equally probable tokens at the border those with the smaller id are kept. top_p sorts the vocabulary.
+    Tokens as probable as the last one kept are kept as well, so that the result does not depend on any order.
     """
     probabilities = torch.softmax(logits.float() / sampling.temperature, dim=-1)
-    limited = 0 < sampling.top_k < logits.shape[-1]
-    if not limited and sampling.top_p == 1:
-        return probabilities
-    values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    if limited:
-        values[..., sampling.top_k :] = 0
-        values = values / values.sum(dim=-1, keepdim=True)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        probabilities = _keep(probabilities, probabilities.topk(sampling.top_k, dim=-1).values[..., -1:])
     if sampling.top_p < 1:
-        before = values.double().cumsum(dim=-1) - values
-        values = values.masked_fill(before >= sampling.top_p, 0.0)
-    kept = torch.zeros_like(probabilities).scatter_(-1, ids, values)
+        probabilities = _keep(probabilities, _nucleus_edge(probabilities, sampling.top_p))
+    return probabilities
+
+
+def _keep(probabilities: Tensor, least: Tensor) -> Tensor:
+    kept = probabilities.masked_fill(probabilities < least, 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _nucleus_edge(probabilities: Tensor, top_p: float) -> Tensor:
+    """[..., 1]: the smallest of the largest probabilities that together reach top_p.
+
+    Sorting a whole vocabulary costs as much as a small model's forward, and the few most probable nearly always do.
+    """
+    values = probabilities.topk(min(_CANDIDATES, probabilities.shape[-1]), dim=-1).values
+    if bool((values.double().sum(dim=-1) < top_p).any()):
+        values = probabilities.sort(dim=-1, descending=True).values
+    before = values.double().cumsum(dim=-1) - values
+    return values.masked_fill(before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

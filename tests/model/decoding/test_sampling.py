@@ -116,6 +116,8 @@ def expected_warp(logits: list[float], sampling: Sampling) -> np.ndarray:
         if so_far < sampling.top_p:
             chosen.append(token)
         so_far += p[token] / mass
+    least = np.float32(p[chosen[-1]])
+    chosen = [token for token in order if np.float32(p[token]) >= least * (1 - 1e-6)]
     out = np.zeros(len(p))
     out[chosen] = p[chosen] / p[chosen].sum()
     return out
@@ -130,9 +132,21 @@ def test_top_k_then_top_p(logits: list[float], temperature: float, top_p: float,
     assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_equal_tokens_at_the_border_are_kept_by_id() -> None:
-    assert warp(torch.zeros(4), Sampling(temperature=1.0, top_k=2)).tolist() == [0.5, 0.5, 0, 0]
-    assert warp(torch.zeros(4), Sampling(temperature=1.0, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
+def test_equal_tokens_at_the_border_are_all_kept() -> None:
+    logits = torch.tensor([3.0, 1.0, 1.0, -9.0])
+    assert (warp(logits, Sampling(temperature=1.0, top_k=2)) > 0).tolist() == [True, True, True, False]
+    assert (warp(logits, Sampling(temperature=1.0, top_p=0.85)) > 0).tolist() == [True, True, True, False]
+
+
+def test_a_flat_distribution_needs_more_than_the_candidates() -> None:
+    logits = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [6.0]])
+    kept = warp(logits, Sampling(temperature=1.0, top_p=0.9))
+    for row, values in zip(logits.double().softmax(-1), kept, strict=True):
+        count = int((values > 0).sum())
+        largest = row.sort(descending=True).values.cumsum(0)
+        assert float(largest[count - 1]) >= 0.9 - 1e-6
+        assert float(largest[count - 2]) < 0.9 + 1e-6
+    assert int((kept[0] > 0).sum()) > 3000 > 512 > int((kept[1] > 0).sum())
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": 0}])
