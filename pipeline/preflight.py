@@ -206,34 +206,45 @@ def probe(section: TargetSection, spec: CacheSpec, answers: Sequence[tuple[list[
     model = hf.load_target(section, device)
     extractor = hf.HiddenStateExtractor(model, spec.layer_ids, tokens_per_batch=4096)
     states = sorted(extractor.extract([ids for ids, _ in answers]), key=lambda item: item.index)
-    report = check_states(model, states, answers, MIN_AGREEMENT[section.dtype])
+    report = check_states(model, hf.resolve_target(section), states, answers, MIN_AGREEMENT[section.dtype])
     check_round_trip(spec, states, answers)
     return report
 
 
 def check_states(
     model: torch.nn.Module,
+    folder: Path,
     states: Sequence[hf.SequenceStates],
     answers: Sequence[tuple[list[int], int]],
     min_agreement: float,
 ) -> PathReport:
-    """Compare the states with the greedy tokens and with the final norm. Raises PreflightFailed."""
+    """Compare the states with the greedy tokens and with the final norm, by the embedding, norm and head that training
+    will read from the target's files. Raises PreflightFailed.
+    """
     import torch
 
-    head, norm = model.get_output_embeddings(), model.get_decoder().norm  # type: ignore[operator]
+    from model.target_heads import load_final_norm, load_target_heads
+
+    parameter = next(model.parameters())
+    heads = load_target_heads(folder, dtype=parameter.dtype, device=parameter.device)
+    norm = load_final_norm(folder, dtype=parameter.dtype).to(parameter.device)
     hits = raw_hits = total = 0
     norm_error = 0.0
     for item, (ids, prompt_length) in zip(states, answers, strict=True):
-        parameter = next(head.parameters())
         last_TD = torch.from_numpy(item.last_hidden_state).view(torch.bfloat16).to(parameter)
-        raw_TD = _last_layer_output(model, ids)
+        embedded_TD, raw_TD = _ends_of_the_decoder(model, ids)
+        if not torch.equal(heads.embed(torch.tensor(ids, device=parameter.device)), embedded_TD):
+            raise PreflightFailed(
+                f"{folder}: the embeddings read from its files are not what enters the target's first layer: its "
+                "family scales or normalises them in a way that is not known here"
+            )
         normed_TD = norm(raw_TD)
         norm_error = max(norm_error, float((last_TD - normed_TD).float().norm() / normed_TD.float().norm()))
         labels = torch.tensor(ids[prompt_length:], device=parameter.device)
         rows = slice(prompt_length - 1, len(ids) - 1)
         with torch.inference_mode():
-            hits += int((head(last_TD[rows]).argmax(-1) == labels).sum())
-            raw_hits += int((head(raw_TD[rows]).argmax(-1) == labels).sum())
+            hits += int((heads.logits(last_TD[rows]).argmax(-1) == labels).sum())
+            raw_hits += int((heads.logits(raw_TD[rows]).argmax(-1) == labels).sum())
         total += len(labels)
     if norm_error > MAX_NORM_ERROR:
         raise PreflightFailed(
@@ -255,16 +266,17 @@ def check_states(
     )
 
 
-def _last_layer_output(model: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """Output [T,D] of the last decoder layer, before the final norm."""
+def _ends_of_the_decoder(model: torch.nn.Module, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T,D] each: what enters the first decoder layer, and the last one's output before the final norm."""
     import torch
 
     decoder = model.get_decoder()  # type: ignore[operator]
-    tap = hf.LayerTap(decoder, [len(decoder.layers) - 1])
+    tap = hf.LayerTap(decoder, [-1, len(decoder.layers) - 1])
     try:
         with torch.inference_mode():
             decoder(input_ids=torch.tensor([list(ids)], device=next(model.parameters()).device), use_cache=False)
-        return tap.take()[0][0]
+        first, last = tap.take()
+        return first[0], last[0]
     finally:
         tap.close()
 

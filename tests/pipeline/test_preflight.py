@@ -47,9 +47,9 @@ def spec(make_config: Callable[..., Config]) -> CacheSpec:
     return make_spec(config, check_target(config), "0" * 64)
 
 
-def test_the_right_states_pass(target: Any, spec: CacheSpec) -> None:
+def test_the_right_states_pass(target: Any, spec: CacheSpec, tiny_target: Path) -> None:
     model, answers, states = target
-    report = check_states(model, states, answers, 0.98)
+    report = check_states(model, tiny_target, states, answers, 0.98)
     assert report.agreement >= 0.98
     assert report.agreement_unnormed < 0.5  # what the check would see without the final norm
     assert report.norm_error < 0.01
@@ -85,16 +85,16 @@ def test_every_family_passes_and_fails_without_its_norm(family: str, tmp_path: P
     model: Any = load_target(TargetSection(path=str(folder), dtype="float32"), "cpu")
     answers = [([*PROMPTS[0], *greedy(model, PROMPTS[0], 12)], 4)]
     states = list(HiddenStateExtractor(model, [-1, 2], tokens_per_batch=64).extract([answers[0][0]]))
-    report = check_states(model, states, answers, 0.98)
+    report = check_states(model, folder, states, answers, 0.98)
     assert report.norm_error < 0.01
     tap = LayerTap(model.get_decoder(), [LAYERS - 1])
     model(torch.tensor([answers[0][0]]))
     raw = [replace(states[0], last_hidden_state=bf16_bits(tap.take()[0][0]).numpy())]
     with pytest.raises(PreflightFailed, match="not the one after the final norm"):
-        check_states(model, raw, answers, 0.98)
+        check_states(model, folder, raw, answers, 0.98)
 
 
-def test_states_from_before_the_norm_fail(target: Any) -> None:
+def test_states_from_before_the_norm_fail(target: Any, tiny_target: Path) -> None:
     model, answers, states = target
     raw = []
     for item, (ids, _) in zip(states, answers, strict=True):
@@ -104,16 +104,26 @@ def test_states_from_before_the_norm_fail(target: Any) -> None:
         handle.remove()
         raw.append(replace(item, last_hidden_state=bf16_bits(captured[0][0]).numpy()))
     with pytest.raises(PreflightFailed, match="not the one after the final norm"):
-        check_states(model, raw, answers, 0.98)
+        check_states(model, tiny_target, raw, answers, 0.98)
 
 
-def test_tokens_of_another_model_fail(target: Any) -> None:
+def test_an_embedding_that_is_scaled_in_a_way_nobody_knows_fails(
+    target: Any, tiny_target: Path, tmp_path: Path
+) -> None:
+    model, answers, states = target
+    other = save_tiny_target(tmp_path, family="qwen3", seed=1)  # stands for a family whose facts are wrong here
+    with pytest.raises(PreflightFailed, match="not what enters the target's first layer"):
+        check_states(model, other, states, answers, 0.98)
+    check_states(model, tiny_target, states, answers, 0.98)
+
+
+def test_tokens_of_another_model_fail(target: Any, tiny_target: Path) -> None:
     model, answers, _ = target
     other = [([*ids[:start], *[(token + 1) % 1000 for token in ids[start:]]], start) for ids, start in answers]
     extractor = HiddenStateExtractor(model, [0, 2], tokens_per_batch=64)
     states = sorted(extractor.extract([ids for ids, _ in other]), key=lambda item: item.index)
     with pytest.raises(PreflightFailed, match="greedy tokens of the engine, wanted 98%"):
-        check_states(model, states, other, 0.98)
+        check_states(model, tiny_target, states, other, 0.98)
 
 
 @pytest.mark.parametrize(
