@@ -161,14 +161,14 @@ class _Gradients:
 
 
 def _chunks(row_of_slot: Tensor, rows_per_chunk: int) -> Iterator[_Chunk]:
-    """Cut sorted slots into chunks of at most rows_per_chunk, never inside the slots of one target row.
+    """Cut sorted slots into chunks of at most rows_per_chunk (RowTerms), never inside the slots of one target row.
 
-    A single target row with more slots than rows_per_chunk (at most γ) becomes a chunk of its own.
+    A single target row with more slots than fit (there are at most γ) becomes a chunk of its own.
     """
     counts = torch.bincount(row_of_slot).tolist()
     start = stop = first_row = 0
     for row, count in enumerate(counts):
-        if stop > start and stop + count - start > rows_per_chunk:
+        if stop > start and stop + count - start + 2 * (row + 1 - first_row) > rows_per_chunk:
             yield _Chunk(slice(start, stop), slice(first_row, row), counts[first_row:row])
             start, first_row = stop, row
         stop += count

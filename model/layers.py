@@ -6,7 +6,7 @@ Legend: A blocks, S slots, B batch, T sequence, D hidden, H query heads, G key/v
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last axis, the division in float32."""
+    """x / rms(x) · weight over the last axis, the division in float32 (float64 for float64)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -46,8 +46,36 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape and dtype."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x and one number per row for backward, where plain autograd would keep three float32 copies of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(_wide_dtype(x))
+        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return weight * (wide * inverse).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        (gradient,) = grad_outputs
+        normed = x.to(inverse.dtype) * inverse
+        rows = (gradient * normed.to(x.dtype)).flatten(0, -2)
+        of_weight = rows.sum(0, dtype=inverse.dtype).to(weight.dtype)
+        # d x = (g - n · mean(g · n)) / rms with n = x / rms and g the gradient of n.
+        of_normed = (gradient * weight).to(inverse.dtype)
+        along = torch.linalg.vecdot(of_normed, normed)[..., None] / normed.shape[-1]
+        of_x = normed.mul_(-along).add_(of_normed).mul_(inverse)
+        return of_x.to(x.dtype), of_weight, None
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class BlockAttention(nn.Module):

@@ -31,7 +31,7 @@ class LossConfig:
     decay_gamma: float
     """Already applied in Blocks.weights; kept here so that one object describes the objective."""
     rows_per_chunk: int
-    """Draft slots whose [V] logits are alive at a time."""
+    """Rows of [V] logits alive at a time (row_loss.RowTerms)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

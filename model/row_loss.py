@@ -40,6 +40,7 @@ class RowTerms:
     ce: float
     l1: float
     rows_per_chunk: int
+    """Rows of a whole vocabulary alive at a time: one for each slot, two for each target row (its logits, its bias)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,14 +67,14 @@ def row_losses(logits: ChunkLogits, slots: ChunkSlots, terms: RowTerms, *, gradi
     L1 counts the target's mass outside the draft vocabulary too: serving verifies against all of it.
     """
     draft, bias = logits.draft_nW, logits.bias_uW
-    p_uW, missing_u = _target_probabilities(logits)
-    dtype = p_uW.dtype
+    dtype = compute_dtype(draft)
     slots = dataclasses.replace(slots, weights=slots.weights.to(dtype))
     height = min(_ROWS_PER_PASS, max(slots.counts, default=0))
     scratch = [draft.new_empty(height, draft.shape[1], dtype=dtype) for _ in range(3)]
     ce, l1 = draft.new_empty(len(draft), dtype=dtype), draft.new_empty(len(draft), dtype=dtype)
     start = 0
     for u, count in enumerate(slots.counts):
+        p, outside = _target_probabilities(logits, u, dtype)
         total = None
         for first in range(start, start + count, _ROWS_PER_PASS):
             rows = slice(first, min(first + _ROWS_PER_PASS, start + count))
@@ -81,7 +82,8 @@ def row_losses(logits: ChunkLogits, slots: ChunkSlots, terms: RowTerms, *, gradi
             z = draft[rows] if draft.dtype == dtype else z.copy_(draft[rows])
             if bias is not None:
                 z += bias[u]
-            ce[rows], l1[rows] = _one_pass(z, p_uW[u], (q, d), _Rows(slots, rows), terms if gradient else None)
+            ce[rows], l1[rows] = _one_pass(z, p, (q, d), _Rows(slots, rows), terms if gradient else None)
+            l1[rows] += outside
             if gradient and draft.dtype != dtype:
                 draft[rows] = z
             if gradient and bias is not None:
@@ -89,16 +91,16 @@ def row_losses(logits: ChunkLogits, slots: ChunkSlots, terms: RowTerms, *, gradi
         if total is not None and bias is not None:
             bias[u] = total
         start += count
-    return ce, l1 + missing_u[slots.row_of_slot]
+    return ce, l1
 
 
-def _target_probabilities(logits: ChunkLogits) -> tuple[Tensor, Tensor]:
-    """p on the draft vocabulary [u, W], and the mass outside it [u]."""
-    p = torch.softmax(logits.target_uV, dim=-1, dtype=compute_dtype(logits.draft_nW))
+def _target_probabilities(logits: ChunkLogits, u: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """p of a target row on the draft vocabulary [W], and the mass outside it."""
+    p = torch.softmax(logits.target_uV[u], dim=-1, dtype=dtype)
     if logits.columns_W is None:
-        return p, p.new_zeros(len(p))
-    p = p[:, logits.columns_W]
-    return p, (1.0 - p.sum(dim=-1)).clamp_min(0.0)
+        return p, 0.0
+    p = p[logits.columns_W]
+    return p, (1.0 - p.sum()).clamp_min(0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

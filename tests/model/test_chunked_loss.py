@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -15,7 +16,7 @@ from model.chunked_loss import DraftRows, SlotTargets, chunked_rows
 from model.losses import dspark_loss, reference_loss
 from model.row_loss import RowTerms
 from model.target_heads import TargetHeads
-from tests.golden_data import grads_of, load_case, max_error
+from tests.golden_data import grads_of, load_case
 
 V, D, M = 300, 6, 4
 
@@ -135,24 +136,31 @@ def test_a_second_backward_is_refused() -> None:
         torch.autograd.grad(total, draft.hidden_RD)
 
 
-def test_bfloat16_stays_near_float32() -> None:
-    case = load_case("b7_gated_conf-markov")
-    config = dataclasses.replace(case.loss_config, rows_per_chunk=13)
-    exact = reference_loss(case.drafter, case.heads, case.inputs, config)
-    expected = grads_of(case.drafter, exact.total / exact.weight)
-    case.drafter.bfloat16()
-    heads = case.heads.bfloat16()
-    out = dspark_loss(case.drafter, heads, case.inputs, config)
-    assert out.total.dtype == torch.float32
-    assert float(out.total.detach()) == pytest.approx(float(exact.total.detach()), rel=1e-2)
-    gradients = grads_of(case.drafter, out.total / out.weight)
-    reference = reference_loss(case.drafter, heads, case.inputs, config)
-    same_precision = grads_of(case.drafter, reference.total / reference.weight)
-    for name, gradient in gradients.items():
-        assert gradient.dtype == torch.bfloat16
-        # No further from float32 than plain autograd in the same precision, within its own noise.
-        allowed = 1.5 * max_error(same_precision[name], expected[name]) + 2e-3 * float(expected[name].abs().max())
-        assert max_error(gradient, expected[name]) < allowed, name
+@pytest.mark.parametrize("name", [f"b7_{head}_conf-plain" for head in ("none", "vanilla", "gated", "rnn")])
+def test_bfloat16_is_as_near_to_float32_as_plain_autograd_in_bfloat16(name: str) -> None:
+    """Averaged over drafters: rounding flips the sign of q - p now and then, which moves one gradient a lot."""
+    case = load_case(name)
+    config = dataclasses.replace(case.loss_config, rows_per_chunk=40)
+    half_heads = copy.deepcopy(case.heads).bfloat16()
+    errors = []
+    for seed in range(6):
+        drafter, generator = copy.deepcopy(case.drafter), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.05 * float(parameter.abs().mean()) * noise)
+        exact = reference_loss(drafter, case.heads, case.inputs, config)
+        wanted = grads_of(drafter, exact.total / exact.weight)
+        drafter.bfloat16()
+        for loss in (dspark_loss, reference_loss):
+            out = loss(drafter, half_heads, case.inputs, config)
+            assert out.total.dtype == torch.float32
+            assert float(out.total.detach()) == pytest.approx(float(exact.total.detach()), rel=1e-2)
+            gradients = grads_of(drafter, out.total / out.weight)
+            assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+            errors.append([float((gradients[key].float() - wanted[key]).norm() / wanted[key].norm()) for key in wanted])
+    ours, plain = torch.tensor(errors).view(6, 2, -1).mean(dim=0)
+    assert (ours < 1.3 * plain + 3e-3).all(), torch.stack([ours, plain], dim=1)
 
 
 def test_mixed_precision_heads() -> None:

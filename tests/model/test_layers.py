@@ -13,6 +13,16 @@ def test_rms_norm_divides_in_float32_and_keeps_the_dtype() -> None:
     assert torch.equal(norm(x), torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.bfloat16))
 
 
+def test_rms_norm_gradient() -> None:
+    norm = RMSNorm(5, 1e-2).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, 5))
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    assert torch.equal(norm(x), norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-2)))
+    assert torch.autograd.gradcheck(norm, x)
+    assert torch.autograd.gradcheck(lambda weight: torch.func.functional_call(norm, {"weight": weight}, x), norm.weight)
+
+
 def test_rotated_products_depend_on_the_distance_alone() -> None:
     config = drafter_config()
     query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).unbind(0)

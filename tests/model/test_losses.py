@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from model.anchors import Blocks, build_blocks
 from model.drafter import DSparkDrafter
 from model.losses import DrafterInputs, LossConfig, LossOutput, dspark_loss, metric_values, reference_loss
+from model.target_heads import TargetHeads
 from tests.golden_data import (
     case_names,
     drafter_config,
@@ -59,8 +61,77 @@ def test_loss_metrics_and_gradients_are_golden(implementation: str, name: str) -
         assert max_error(gradient, case.grads[parameter]) < 1e-6, parameter
 
 
-VARIANTS = read_json("dspark/scalars.json")["variants_b7_vanilla_conf-markov"]
 SETTINGS = LossConfig(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0, rows_per_chunk=32)
+HEADS = ("none", "vanilla", "gated", "rnn")
+
+
+def random_case(head: str, **overrides: Any) -> tuple[DSparkDrafter, TargetHeads, DrafterInputs]:
+    """A drafter of any kind on the golden tokens, in float64; draft_vocab_size=150 leaves 49 tokens out.
+
+    Larger weights than init_weights gives, so that no part of the drafter is too quiet to be wrong.
+    """
+    rank = 0 if head == "none" else 8
+    config = drafter_config(
+        markov_head_type=head, markov_rank=rank, confidence_head_with_markov=head not in ("none", "gated"), **overrides
+    )
+    drafter = DSparkDrafter(config).init_weights(0).double()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    tiny = tiny_heads().double()
+    ids = torch.arange(199).roll(7)[: config.draft_vocab_size] if config.reduces_vocabulary else None
+    heads = TargetHeads.from_tensors(tiny.embedding_VD, tiny.lm_head_VD, draft_ids=ids)
+    inputs = golden_inputs(golden_blocks(config))
+    return (
+        drafter,
+        heads,
+        dataclasses.replace(
+            inputs,
+            hidden_states_BTC=inputs.hidden_states_BTC.double(),
+            last_hidden_BTD=inputs.last_hidden_BTD.double(),
+        ),
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("overrides", [{}, {"sample_from_anchor": False}, {"block_size": 3}, {"draft_vocab_size": 150}])
+def test_chunked_equals_reference_for_every_drafter(head: str, overrides: dict[str, Any]) -> None:
+    drafter, heads, inputs = random_case(head, **overrides)
+    config = dataclasses.replace(SETTINGS, rows_per_chunk=9)
+    ours, expected = (loss(drafter, heads, inputs, config) for loss in (dspark_loss, reference_loss))
+    assert float(ours.total.detach()) == pytest.approx(float(expected.total.detach()), rel=1e-10)
+    assert ours.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert float(ours.metrics[name]) == pytest.approx(float(value), rel=1e-10, abs=1e-12), name
+    gradients, wanted = grads_of(drafter, ours.total), grads_of(drafter, expected.total)
+    for name, gradient in gradients.items():
+        assert wanted[name].any(), name
+        assert max_error(gradient, wanted[name]) < 1e-10 * float(wanted[name].abs().max()), name
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_reduced_vocabulary_accepts_what_serving_accepts(implementation: str) -> None:
+    """Σ_v min(p, q) over the whole vocabulary, q being zero outside the draft's; labels outside have no CE."""
+    drafter, heads, inputs = random_case("vanilla", draft_vocab_size=150)
+    out = IMPLEMENTATIONS[implementation](drafter, heads, inputs, SETTINGS)
+    blocks = inputs.blocks
+    hidden = drafter.backbone(drafter.project_context(inputs.hidden_states_BTC), blocks, heads)
+    features = drafter.head_outputs(hidden, blocks.previous_ids).features_AKR
+    q = heads.to_target(drafter.draft_logits(hidden, features, heads)).softmax(-1)
+    p = heads.logits(inputs.last_hidden_BTD[blocks.rows[:, None], blocks.context_rows]).softmax(-1)
+    accept = (torch.minimum(p, q).sum(-1) * blocks.supervised).sum(0)
+    for k, value in enumerate(accept.tolist()):
+        assert float(out.metrics[f"accept_rate@{k + 1}/num"]) == pytest.approx(value)
+    inside = blocks.supervised & torch.isin(blocks.labels, heads.draft_ids)
+    assert 0 < int(inside.sum()) < int(blocks.supervised.sum())
+    of_label = q.gather(-1, blocks.labels[..., None]).squeeze(-1).log()
+    expected = -(blocks.weights * of_label)[inside].sum()
+    assert float(out.metrics["ce_loss/num"]) == pytest.approx(float(expected.detach()))
+    assert float(out.metrics["ce_loss/den"]) == pytest.approx(float(blocks.weights.sum()))
+
+
+VARIANTS = read_json("dspark/scalars.json")["variants_b7_vanilla_conf-markov"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -154,8 +225,11 @@ def test_anchor_order_is_free() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_garbage_at_unsupervised_places_changes_nothing(implementation: str) -> None:
-    case = load_case("b7_rnn_conf-markov")
+@pytest.mark.parametrize(
+    "name", ["b7_none_conf-plain", "b7_vanilla_conf-markov", "b7_gated_conf-markov", "b7_rnn_conf-markov"]
+)
+def test_garbage_at_unsupervised_places_changes_nothing(name: str, implementation: str) -> None:
+    case = load_case(name)
     inputs = tensors("inputs")
     mask = inputs["loss_mask"].bool()
     needed = torch.zeros_like(mask)
