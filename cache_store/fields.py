@@ -14,10 +14,13 @@ import numpy as np
 
 from cache_store import codec, row_codec
 from cache_store.errors import CacheError
+from cache_store.frame import Frame
 
 EXACT_CODECS = ("bss1", "raw")
 Planes = tuple[np.ndarray, np.ndarray]
 """(compressed by the container, stored as they are), uint8."""
+StoredPlanes = tuple[Frame | np.ndarray, np.ndarray]
+"""The same out of a shard; the first one may still be compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,12 @@ class FieldCodec:
         codes, stored, errors = row_codec.encode(self.name, bits_GRD, self.rms_GD)
         return (codes, stored), errors
 
-    def decode_into(self, planes: Planes, rows: int, out_GTD: np.ndarray) -> None:
-        """Fill `out_GTD` (uint16, any strides) with the first T of `rows` rows. Raises CacheError for wrong sizes."""
+    def decode_into(self, stored: StoredPlanes, rows: int, out_GTD: np.ndarray) -> None:
+        """Fill `out_GTD` (uint16, any strides) with the first T of `rows` rows.
+
+        Raises CacheError for wrong sizes and a damaged frame.
+        """
+        planes = (stored[0].open() if isinstance(stored[0], Frame) else stored[0], stored[1])
         if self.name in row_codec.ROW_CODECS:
             row_codec.decode_into(self.name, planes, rows, self.rms_GD, out_GTD)
             return

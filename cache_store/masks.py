@@ -63,6 +63,10 @@ class Spans:
         widths = np.concatenate([[0], np.cumsum(self.pairs[:, 1] - self.pairs[:, 0], dtype=np.int64)])
         return widths[self.offsets[1:]] - widths[self.offsets[:-1]]
 
+    def of(self, sample: int) -> list[list[int]]:
+        """The spans of one sample, as [start, end)."""
+        return self.pairs[self.offsets[sample] : self.offsets[sample + 1]].tolist()
+
     def one_of_each(self, *, last: bool) -> Spans:
         """Only the last (or first) span of every sample that has one."""
         counts = np.diff(self.offsets)

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from cache_store.errors import CacheError, SampleRejected
 from cache_store.fields import FieldCodecs, TensorError, merge_errors
 from cache_store.manifest import SampleRecord
+from cache_store.parquet_page import COMPRESSED, read_row_group
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.shard import (
     PLANES,
@@ -34,8 +35,6 @@ from cache_store.shard import (
 
 MAX_PLANE_BYTES = (1 << 31) - (1 << 16)
 """A Parquet page holds less than 2 GiB, and a plane is one page."""
-
-_COMPRESSED = ("sample_id", "metadata", "input_ids", "loss_mask", "cap_hi", "last_hi")
 
 
 def shard_schema(spec: CacheSpec) -> pa.Schema:
@@ -67,8 +66,8 @@ class ParquetShardWriter:
         self._writer = pq.ParquetWriter(
             self._sink,
             self._schema,
-            compression={name: "ZSTD" if name in _COMPRESSED else "NONE" for name in self._schema.names},
-            compression_level={name: 1 for name in _COMPRESSED},
+            compression={name: "ZSTD" if name in COMPRESSED else "NONE" for name in self._schema.names},
+            compression_level={name: 1 for name in COMPRESSED},
             use_dictionary=False,
             write_statistics=False,
             write_batch_size=1,
@@ -133,7 +132,8 @@ class ParquetLayout:
 
     def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
         """Decode one row from its byte range (without states: its text range). Raises CacheError."""
-        return read_row(self.footer, row, data, states=states)
+        found = read_row_group(data) if states else None
+        return found if found is not None else read_row(self.footer, row, data, states=states)
 
     def problems(self, spec: CacheSpec, content: memoryview, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:
         """(kind, detail) of columns, facts, counts and ranges that are not those of the settings and the record."""

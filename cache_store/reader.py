@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from cache_store import codec, index
 from cache_store.calibration import digest_of, field_codecs, load_calibration
-from cache_store.containers import open_layout
+from cache_store.containers import open_layout, read_alone
 from cache_store.disk_cache import DiskCache, DiskCacheOptions
 from cache_store.errors import (
     CacheError,
@@ -29,7 +29,7 @@ from cache_store.exclusions import excluded_rows, load_exclusions
 from cache_store.identity import fingerprint
 from cache_store.ledger import Ledger, summaries
 from cache_store.manifest import MANIFEST, Manifest, ShardSummary
-from cache_store.masks import apply_masks
+from cache_store.masks import Spans, apply_masks
 from cache_store.schema import TargetSample
 from cache_store.shard import ShardLayout, StoredSample, TextCut, checksum, needed_positions
 from cache_store.storage import Storage
@@ -87,6 +87,8 @@ class CacheReader:
         self._disk_options = disk_cache
         self._disk_cache: DiskCache | None = None
         self._checked = np.zeros(len(self.tokens), dtype=bool)
+        self._sample_ids = self.index["sample_id"].combine_chunks()
+        self._spans = Spans.from_column(self.index["spans"])
         self._ids: list[str] | None = None
         self._positions: dict[str, int] | None = None
         self._layouts: OrderedDict[int, ShardLayout] = OrderedDict()
@@ -135,7 +137,7 @@ class CacheReader:
 
     def sample_id(self, position: int) -> str:
         """Id of a position."""
-        return self.index["sample_id"][position].as_py()
+        return self._sample_ids[position].as_py()
 
     def position(self, sample_id: str) -> int:
         """Position of an id. Raises NotFound."""
@@ -152,7 +154,7 @@ class CacheReader:
     def loss_mask(self, position: int) -> np.ndarray:
         """bool [T], from the index alone."""
         mask = np.zeros(int(self.tokens[position]), dtype=bool)
-        for start, end in index.spans_at(self.index, position):
+        for start, end in self._spans.of(position):
             mask[start:end] = True
         return mask
 
@@ -209,14 +211,16 @@ class CacheReader:
         """
         tokens, wanted = len(stored.input_ids), hidden.shape[1]
         rows = np.arange(tokens) if self.spec.last_hidden == "all" else needed_positions(stored.loss_mask)
+        kept = rows[: int(np.searchsorted(rows, wanted))]
+        one_run = len(kept) > 0 and int(kept[-1] - kept[0]) + 1 == len(kept)
+        final = last[kept[0] : kept[-1] + 1] if one_run else np.empty((len(kept), self.spec.hidden_size), np.uint16)
         try:
             self.codecs.captured.decode_into(stored.captured, tokens, hidden)
-            kept = rows[rows < wanted]
-            final = np.empty((len(kept), self.spec.hidden_size), np.uint16)
             self.codecs.last.decode_into(stored.last, len(rows), final[None])
         except CacheError as error:
             raise self._corrupt(position, str(error)) from error
-        last[kept] = final
+        if not one_run:
+            last[kept] = final
         if self._must_check(position):
             bad = codec.count_nonfinite(hidden) + codec.count_nonfinite(final)
             if bad:
@@ -236,11 +240,13 @@ class CacheReader:
         data = self._bytes(shard.name, place, where["checksum"] if states else None)
         if states and self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
             raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
-        layout = layout or self._layout(where["shard"])
-        try:
-            stored = layout.read(row, place[0], data, states=states)
-        except TextCut:
-            return self._fetch_once(position, True)
+        stored = read_alone(shard.format, data) if states else None
+        if stored is None:
+            layout = layout or self._layout(where["shard"])
+            try:
+                stored = layout.read(row, place[0], data, states=states)
+            except TextCut:
+                return self._fetch_once(position, True)
         sample_id = self.sample_id(position)
         if stored.sample_id != sample_id:
             raise CacheError(f"row {row} holds sample {stored.sample_id!r}, record says {sample_id!r}")
@@ -280,6 +286,7 @@ class CacheReader:
 
     def _corrupt(self, position: int, found: str) -> ShardCorrupt:
         shard, sample = self.storage.path(self.shard_of(position)), self.sample_id(position)
+        found = " ".join(found.split())  # libraries' messages have several lines
         return ShardCorrupt(
             f"{shard}: sample {sample!r}: {found}; run 'cache_store repair {self.storage.url}' and the same build "
             "again to make it anew, or 'cache_store repair --exclude' to go on without it"

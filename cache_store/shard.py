@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 
 from cache_store.errors import CacheError
-from cache_store.fields import FieldCodec, FieldCodecs, Planes, TensorError, tensor_errors
+from cache_store.fields import FieldCodec, FieldCodecs, Planes, StoredPlanes, TensorError, tensor_errors
 from cache_store.manifest import SampleRecord
 from cache_store.schema import CacheSpec, TargetSample
 
@@ -104,14 +104,14 @@ def _encode(field: FieldCodec, bits_GRD: np.ndarray, names: list[str]) -> Copied
 
 @dataclass(frozen=True, slots=True)
 class StoredSample:
-    """A sample as stored: tokens decoded, planes decompressed, states not decoded yet."""
+    """A sample as stored: tokens decoded, states not decoded yet."""
 
     sample_id: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
     metadata: dict[str, Any]
-    captured: Planes
-    last: Planes
+    captured: StoredPlanes
+    last: StoredPlanes
 
 
 class ShardWriter(Protocol):

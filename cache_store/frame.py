@@ -1,0 +1,67 @@
+"""A plane that is still compressed: decompressed when its states are wanted, into memory that its thread keeps.
+
+Fresh memory for every plane would cost as much as a quarter of the decompression (the kernel clears each page).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from cache_store.errors import CacheError
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One zstd frame that states the size of its content."""
+
+    data: memoryview
+    content_bytes: int
+    skip: int = 0
+    """Bytes before the plane in the frame's content."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the plane."""
+        return self.content_bytes - self.skip
+
+    def open(self) -> np.ndarray:
+        """The plane, uint8; valid until this thread opens the next one. Raises CacheError for a damaged frame."""
+        if not hasattr(_local, "decompressor"):
+            _local.decompressor = zstandard.ZstdDecompressor()
+            _local.scratch = np.empty(0, np.uint8)
+        if len(_local.scratch) < self.content_bytes:
+            _local.scratch = np.empty(self.content_bytes, np.uint8)
+        content: np.ndarray = _local.scratch[: self.content_bytes]
+        try:
+            with _local.decompressor.stream_reader(self.data) as stream:
+                found = stream.readinto(content.data) if self.content_bytes else 0
+        except zstandard.ZstdError as error:
+            raise CacheError(f"damaged zstd frame: {error}") from error
+        if found != self.content_bytes:
+            raise CacheError(f"zstd frame of {found} bytes, wanted {self.content_bytes}")
+        return content[self.skip :]
+
+
+def frame_of(data: memoryview, content_bytes: int, skip: int = 0) -> Frame | None:
+    """A frame whose content has this size; None when the data does not say so."""
+    try:
+        if zstandard.frame_content_size(data) != content_bytes:
+            return None
+    except zstandard.ZstdError:
+        return None
+    return Frame(data, content_bytes, skip)
+
+
+def small_content(data: memoryview, content_bytes: int) -> bytes | None:
+    """The whole content of a short frame; None when it is damaged or of another size."""
+    frame = frame_of(data, content_bytes)
+    try:
+        return None if frame is None else frame.open().tobytes()
+    except CacheError:
+        return None
