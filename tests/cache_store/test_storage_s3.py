@@ -87,6 +87,7 @@ def test_missing_endpoint_is_refused_soon(s3_server: S3Server) -> None:
     assert time.monotonic() - started < 60  # a bound on the retries, not a speed
 
 
+@pytest.mark.usefixtures("both_formats")
 def test_a_cache_lives_in_a_bucket(bucket: Storage) -> None:
     spec = make_spec(shard_bytes=6000)
     samples = build_cache(bucket, spec, 13, sealed=False)
@@ -102,6 +103,7 @@ def test_a_cache_lives_in_a_bucket(bucket: Storage) -> None:
         create_cache(bucket, make_spec(shard_bytes=6000, identity={**spec.identity, "seed": 2}))
 
 
+@pytest.mark.usefixtures("both_formats")
 def test_loader_workers_read_a_bucket(bucket: Storage) -> None:
     build_cache(bucket, make_spec(shard_bytes=6000), 9)
     config = StreamConfig(seed=3, global_batch_size=4, micro_batch_size=2, max_length=64, num_steps=3)
