@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from cache_store.calibration import (
     load_calibration,
 )
 from cache_store.errors import CacheError, SampleRejected
-from cache_store.fields import Planes, TensorError
+from cache_store.fields import Planes, StoredPlanes, TensorError
+from cache_store.frame import Frame
 from cache_store.identity import fingerprint
 from cache_store.ledger import Ledger, Reject, seal
 from cache_store.manifest import Manifest
@@ -248,7 +249,7 @@ def _ahead(source: Source, positions: list[int]) -> Iterator[tuple[TargetSample,
             yield waiting.popleft().result()
 
 
-def _in_memory(planes: tuple[Any, np.ndarray]) -> Planes:
+def _in_memory(planes: StoredPlanes) -> Planes:
     """Planes decompressed; what a frame opens is copied, since that memory belongs to the thread."""
     high, low = planes
-    return (high if isinstance(high, np.ndarray) else high.open().copy()), low
+    return (high.open().copy() if isinstance(high, Frame) else high), low
