@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 from cache_store.backend import TEMPORARY, Backend, LocalBackend, ObjectInfo, Upload
 from cache_store.errors import AlreadyExists, NotFound, ObjectEndsEarly, StorageError
 from cache_store.retry import EndsEarly, GaveUp, StorageOptions, Transfer, with_retries
+from cache_store.scratch import ScratchFolder
 
 SPLIT_BYTES = 8 << 20
 """A range of more than twice this is fetched from a bucket in pieces of this size at the same time."""
@@ -46,7 +46,8 @@ class Storage:
             self.local_root = Path(self.url.removeprefix("file://")).expanduser().resolve()
         self._backend: Backend | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._pid = -1
+        self._scratch: ScratchFolder | None = None
+        self._pid = self._scratch_pid = -1
 
     def __reduce__(self) -> tuple[type[Storage], tuple[str, str | None, StorageOptions]]:
         url = self.url if self.local_root is None else str(self.local_root)
@@ -171,9 +172,11 @@ class Storage:
         return shutil.disk_usage(existing).free
 
     def scratch_dir(self) -> Path:
-        """Where an unfinished shard is best written: beside its final place, or the machine's temporary folder."""
+        """Where an unfinished shard is best written: beside its final place, or in the machine's temporary folder."""
         if self.local_root is None:
-            return Path(tempfile.gettempdir())
+            if self._scratch is None or self._scratch_pid != os.getpid():
+                self._scratch, self._scratch_pid = ScratchFolder(), os.getpid()
+            return self._scratch.path
         folder = self.local_root / TEMPORARY
         self._retry("create", TEMPORARY, lambda: folder.mkdir(parents=True, exist_ok=True))
         return folder
