@@ -21,11 +21,13 @@ from model.decoding.calibration import (
     fit_temperatures,
     measure_positions,
 )
-from model.export import CONFIG, load_drafter, save_drafter
+from model.export import CONFIG, has_copies, load_drafter, save_drafter
 from model.family import AnyDrafter
+from model.target_heads import load_target_heads
 from pipeline.acceptance import RoundRow
-from pipeline.config import Config
+from pipeline.config import Config, TargetSection
 from pipeline.drafter_check import TEMPERATURES_KEY
+from pipeline.engines.hf import resolve_target
 from pipeline.errors import ConfigError
 from pipeline.eval_actor import TRAINED
 from pipeline.evaluate import DRAFTER
@@ -68,7 +70,8 @@ def run_calibration(config: Config, *, dry_run: bool = False, console: Console |
     if config.calibration.write_config:
         write_temperatures(drafter, calibration)
     if config.calibration.folded is not None:
-        fold_drafter(drafter, Path(config.calibration.folded), fit_shared_temperature(to_rounds(split.fit)))
+        temperature = fit_shared_temperature(to_rounds(split.fit))
+        fold_drafter(drafter, Path(config.calibration.folded), temperature, target=config.target)
     report = write_html(config, folder)
     print_table(calibration_table(calibration), console)
     for warning in warnings:
@@ -172,9 +175,10 @@ def write_temperatures(drafter: Path, calibration: Calibration) -> None:
     _write(file, json.dumps(data, indent=2) + "\n")
 
 
-def fold_drafter(source: Path, destination: Path, temperature: float) -> None:
+def fold_drafter(source: Path, destination: Path, temperature: float, *, target: TargetSection) -> None:
     """A copy of the drafter whose confidence logits are divided by `temperature`, in the weights themselves.
 
+    The target is read only when the drafter carries copies of its matrices.
     Raises ConfigError for a drafter without a confidence head.
     """
     drafter: AnyDrafter = load_drafter(source)
@@ -185,7 +189,10 @@ def fold_drafter(source: Path, destination: Path, temperature: float) -> None:
         for parameter in head.proj.parameters():
             parameter.div_(temperature)
     provenance = json.loads((source / CONFIG).read_text(encoding="utf-8")).get("provenance") or {}
-    save_drafter(destination, drafter, provenance | {"confidence_folded_temperature": temperature})
+    heads = None
+    if has_copies(source):
+        heads = load_target_heads(resolve_target(target), dtype=None, draft_ids=drafter.draft_ids)
+    save_drafter(destination, drafter, provenance | {"confidence_folded_temperature": temperature}, heads=heads)
 
 
 def _write(file: Path, text: str) -> None:

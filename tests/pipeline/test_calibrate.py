@@ -10,20 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from jobs.calibrate_drafter import main
 from model.decoding.calibration import from_json
 from model.drafter import DSparkDrafter
 from model.export import load_drafter, save_drafter
+from model.target_heads import load_target_heads
 from pipeline.acceptance import RoundRow
 from pipeline.calibrate import find_weaknesses, fold_drafter, run_calibration, split_rounds
-from pipeline.config import Config, dump_config
+from pipeline.config import Config, TargetSection, dump_config
 from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.errors import ConfigError
 from pipeline.evaluate import DRAFTER
 from pipeline.html_report import output_folder
 from pipeline.rounds_table import write_tables
 from tests.golden_data import drafter_config
+from tests.pipeline.hf_target import HIDDEN, VOCAB, save_tiny_target
 from tests.pipeline.test_acceptance import make_round
 from tests.pipeline.test_report import make_report
 
@@ -116,7 +119,22 @@ def test_unusable_rounds_and_drafters_are_refused(evaluated: Callable[..., Confi
     plain = DSparkDrafter(drafter_config(enable_confidence_head=False, confidence_head_with_markov=False))
     save_drafter(tmp_path / "plain", plain.init_weights(0), {})
     with pytest.raises(ConfigError, match="no confidence head to fold"):
-        fold_drafter(tmp_path / "plain", tmp_path / "out", 2.0)
+        fold_drafter(tmp_path / "plain", tmp_path / "out", 2.0, target=TargetSection(path="unread"))
+
+
+def test_folding_keeps_the_copies_that_a_drafter_carries(tmp_path: Path) -> None:
+    target = save_tiny_target(tmp_path / "target")
+    ids = torch.arange(0, VOCAB, 3)
+    heads = load_target_heads(target, dtype=None, draft_ids=ids)
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "draft_vocab_size": len(ids)}
+    drafter = DSparkDrafter(drafter_config(**sizes)).init_weights(0)
+    drafter.draft_ids = ids
+    save_drafter(tmp_path / "reduced", drafter, {}, heads=heads)
+    fold_drafter(tmp_path / "reduced", tmp_path / "out", 2.0, target=TargetSection(path=str(target)))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("reduced", "out"))
+    assert before.keys() == after.keys()
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert changed == ["confidence_head.proj.weight"]
 
 
 def test_only_the_asked_temperatures_are_fitted(evaluated: Callable[..., Config]) -> None:
