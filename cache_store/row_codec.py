@@ -91,7 +91,8 @@ def decode_into(
         rms = None if rms_GD is None else rms_GD[group]
         for start in range(0, wanted, step):
             part = (group, slice(start, min(start + step, wanted)))
-            out_GTD[part] = _dequantise(name, codes_GRD[part], scales[part], rms)
+            words = _dequantise(name, codes_GRD[part], scales[part], rms)
+            out_GTD[part] = words.astype("<u4", copy=False).view("<u2")[:, 1::2]
     owners = np.repeat(np.arange(groups * rows), counts.reshape(-1))
     group_of, row_of = np.divmod(owners, max(rows, 1))
     kept = row_of < wanted
@@ -170,7 +171,9 @@ def _try_rows(
     where = np.flatnonzero(outlying)  # of one axis: several times as fast as of two
     steps.reshape(-1)[where] = 0
     codes = _to_e4m3(steps) if name == "f8r" else steps.astype(np.int8).view(np.uint8)
-    missed = to_float(_dequantise(name, codes, scales_R, rms_D))
+    words = _dequantise(name, codes, scales_R, rms_D)
+    words &= np.uint32(0xFFFF0000)
+    missed = words.view(np.float32)
     missed -= values_RD
     missed.reshape(-1)[where] = 0
     error, size = _norms(missed), _norms(values_RD)
@@ -186,15 +189,20 @@ def _norms(values_RD: np.ndarray) -> np.ndarray:
 
 
 def _dequantise(name: str, codes_RD: np.ndarray, scales_R: np.ndarray, rms_D: np.ndarray | None) -> np.ndarray:
-    """bf16 bits uint16 [R, D] of code * scale (* root mean square), in float32, rounded to nearest even."""
+    """code * scale (* root mean square) in float32, rounded to bf16, nearest even.
+
+    uint32 [R, D]: the bf16 bits are the upper halves, the lower ones mean nothing.
+    """
     values = _E4M3[codes_RD] if name == "f8r" else codes_RD.view(np.int8).astype(np.float32)
     values *= scales_R[:, None]
     if rms_D is not None:
         values *= rms_D
     words = values.view(np.uint32)  # finite, so the addition cannot carry a NaN into another value
-    words += ((words >> 16) & 1) + np.uint32(0x7FFF)
-    words >>= 16
-    return words.astype(np.uint16)
+    carry = words >> 16
+    carry &= 1
+    carry += 0x7FFF
+    words += carry
+    return words
 
 
 def _join(scales: np.ndarray, counts: np.ndarray, columns: np.ndarray, values: np.ndarray) -> np.ndarray:
