@@ -60,8 +60,13 @@ def _closing(config: Config, config_path: str, seconds: float) -> str:
   drafter      {run / "drafter"}  (config.json + model.safetensors)
   report       {evaluation}
 
-Try next:
+Try next (with the environment's programs: source {Path(sys.executable).parent / "activate"}):
+  open {Path(evaluation) / "report.html"} in a browser
+  python jobs/calibrate_drafter.py --config {config_path}
+  python jobs/export_drafter.py --config {config_path}
+  python jobs/measure_cost.py --config {config_path} && python jobs/simulate_serving.py --config {config_path}
   cache_store verify {config.cache.url}
+  cache_store stats {config.cache.url}
   tensorboard --logdir {run / "tensorboard"}
   python jobs/train.py --config {config_path} training.epochs=8 training.output={run}-longer
   python jobs/build_cache.py --config jobs/configs/qwen3_4b.yaml --dry-run"""
