@@ -23,6 +23,7 @@ from model.decoding.sampling import Sampling
 from model.export import load_drafter
 from model.family import AnyDrafter, new_drafter
 from model.target_heads import load_target_heads
+from pipeline import html_report
 from pipeline.cluster import has_accelerators, ray_session, session_logs
 from pipeline.config import Config
 from pipeline.engines.hf import load_target, resolve_target, torch_dtype, worker_section
@@ -75,6 +76,9 @@ def run_measurement(config: Config, *, dry_run: bool = False, console: Console |
     for warning in busy_warnings(table):
         console.print(f"warning: {warning}", style="bold red", highlight=False, markup=False)
     console.print(f"cost table: {path}; picture: {picture}")
+    page = html_report.write_html(config, html_report.output_folder(config))
+    if page is not None:
+        console.print(f"the evaluation's page shows it too: {page}")
     return table
 
 
