@@ -55,7 +55,7 @@ def _train_one_after_another(jobs: list[Any]) -> None:
 
 
 # DFlash cannot see the tokens drafted before a slot, so on an order-2 source only its first drafts are good.
-@pytest.mark.parametrize(("kind", "least"), [("dflash", 1.8), ("eagle3", 3.0)])
+@pytest.mark.parametrize(("kind", "least"), [("dflash", 1.8), ("eagle3", 2.2)])
 def test_trained_baselines_use_the_hidden_states(runs: dict[str, Run], kind: str, least: float) -> None:
     taus = runs[kind].taus(truthful)
     assert least < taus[TRAINED].accepted_length.value <= CEILING + 0.1
