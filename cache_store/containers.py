@@ -20,7 +20,7 @@ def new_shard(folder: Path, stem: str, spec: CacheSpec, codecs: FieldCodecs) -> 
 
 
 def read_alone(form: str, data: bytes) -> StoredSample | None:
-    """A whole sample from its byte range without the shard's footer; None: it takes `open_layout`. Raises CacheError."""
+    """A whole sample from its range without the shard's footer; None: it takes `open_layout`. Raises CacheError."""
     if form == "parquet":
         return read_row_group(data)
     return TarLayout(b"").read(0, 0, data) if form == "tar" else None

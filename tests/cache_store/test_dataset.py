@@ -20,15 +20,14 @@ from cache_store.selection import Selection, unit_hash
 from cache_store.storage import Storage, open_storage
 from tests.cache_store.samples import build_cache, make_spec
 
-pytestmark = pytest.mark.usefixtures("both_formats")
-
 COUNT = 11
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+@pytest.fixture(scope="module", params=[("parquet", "bss1"), ("tar", "i8cr")], ids="-".join)
+def storage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    form, codec = request.param
     storage = open_storage(str(tmp_path_factory.mktemp("stream") / "cache"))
-    build_cache(storage, make_spec(shard_bytes=4000), COUNT)
+    build_cache(storage, make_spec(format=form, codec=codec, shard_bytes=4000), COUNT)
     return storage
 
 
