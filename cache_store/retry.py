@@ -16,6 +16,7 @@ _TRANSIENT_NAMES = {
     *("HTTPClientError", "ClientPayloadError", "IncompleteRead", "FSTimeoutError", "ResponseParserError"),
     *("SSLEOFError", "SSLZeroReturnError"),
 }
+_DAMAGED_UPLOAD = ("BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody")
 Result = TypeVar("Result")
 
 
@@ -127,11 +128,17 @@ def with_retries(call: Callable[[], Result], options: StorageOptions, attempts: 
     raise AssertionError("the last attempt returns or raises")
 
 
+def error_code(error: BaseException) -> str:
+    """The store's own code of an error, as S3 clients keep it; empty where there is none."""
+    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
 def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed later: throttling, server errors, broken or silent connections."""
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError | StorageError | EndsEarly):
         return False
-    if isinstance(error, TimeoutError | ConnectionError):
+    if isinstance(error, TimeoutError | ConnectionError) or error_code(error) in _DAMAGED_UPLOAD:
         return True
     if isinstance(error, OSError) and error.errno in _TRANSIENT:
         return True

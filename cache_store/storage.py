@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from cache_store.backend import TEMPORARY, Backend, LocalBackend, ObjectInfo, Upload
 from cache_store.errors import AlreadyExists, NotFound, ObjectEndsEarly, StorageError
-from cache_store.retry import EndsEarly, GaveUp, StorageOptions, Transfer, with_retries
+from cache_store.retry import EndsEarly, GaveUp, StorageOptions, Transfer, error_code, with_retries
 from cache_store.scratch import ScratchFolder
 
 SPLIT_BYTES = 8 << 20
@@ -201,7 +201,7 @@ class Storage:
     def _translate(self, verb: str, name: str, gave_up: GaveUp) -> StorageError:
         """The client's error as ours, in one line."""
         error = gave_up.reason
-        where, code, kind = self.path(name), _error_code(error), type(error).__name__
+        where, code, kind = self.path(name), error_code(error), type(error).__name__
         if isinstance(error, StorageError):
             return error
         if (isinstance(error, FileExistsError) and verb != "open") or code in _TAKEN:
@@ -232,8 +232,3 @@ class Storage:
 def open_storage(url: str, *, endpoint_url: str | None = None, options: StorageOptions | None = None) -> Storage:
     """A folder path, file:// URL, s3://bucket/prefix (or memory://name for tests); nothing is touched yet."""
     return Storage(url, endpoint_url, options)
-
-
-def _error_code(error: BaseException) -> str:
-    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""

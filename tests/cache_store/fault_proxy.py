@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Kind = Literal["status", "reset", "short", "trickle", "lost-answer", "corrupt", "stale-listing", "silent", "less"]
+Kind = Literal[
+    "status", "reset", "short", "trickle", "lost-answer", "corrupt", "stale-listing", "silent", "less", "corrupt-upload"
+]
 
 
 @dataclass
@@ -95,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(fault.pause_s)
             self._reset()
             return
+        if fault is not None and fault.kind == "corrupt-upload":
+            body, fault = bytes([body[0] ^ 0x40]) + body[1:], None
         status, headers, content = self._upstream(body)
         listing = self.command == "GET" and "list-type=2" in self.path
         if fault is not None and fault.kind == "stale-listing" and listing and self.path in proxy.listings:

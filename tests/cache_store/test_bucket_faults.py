@@ -177,6 +177,19 @@ def test_lost_answer_to_a_conditional_put_is_no_conflict(bucket: Storage, proxy:
         bucket.put("record", b"other", if_absent=True)
 
 
+@pytest.mark.parametrize(("size", "path"), [(1000, "/object"), (12 * MIB, "partNumber=2")])
+def test_damage_on_the_way_up_is_noticed_by_the_store_and_sent_again(
+    bucket: Storage, proxy: FaultProxy, tmp_path: Path, size: int, path: str
+) -> None:
+    content = np.random.default_rng(3).bytes(size)
+    file = tmp_path / "shard"
+    file.write_bytes(content)
+    damage = proxy.add("corrupt-upload", method="PUT", path_has=path)
+    bucket.put("object", file)
+    assert damage.times == 0
+    assert bucket.read_range("object", 0, size) == content
+
+
 def test_missing_is_not_repeated(bucket: Storage, proxy: FaultProxy) -> None:
     for call in (bucket.read, bucket.size, lambda name: bucket.read_range(name, 0, 1)):
         proxy.seen.clear()
