@@ -72,3 +72,5 @@ class CostSection(Section):
     gpus: float = Field(default=0.0, ge=0)
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; null: all of the machine's."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """No table after this long means that the measuring process hangs: stop with a message."""

@@ -30,12 +30,14 @@ from pipeline.engines.hf import load_target, resolve_target, torch_dtype, worker
 from pipeline.errors import EvaluationFailed
 from pipeline.serving import COSTS, busy_warnings, cost_table_path
 from pipeline.serving_plots import plot_cost_table, save_png
+from pipeline.telemetry import Progress
 from pipeline.train.recipe import drafter_config
 from pipeline.work import own_error
 
 DRAFTER = "drafter"
 _DRAFTED_REQUESTS = (1, 2, 4, 8)
 _DENSE, _PER_OCTAVE = 32, 16
+_TICK_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,8 +201,19 @@ def _measure_on_ray(config: Config) -> CostTable:
 
         gpus = section.gpus if has_accelerators() else 0.0
         remote: Any = ray.remote(measure_costs).options(num_cpus=section.cpus, num_gpus=gpus)
+        pending = [remote.remote(CostRecipe(config=local, device="cuda" if gpus else "cpu"))]
+        progress = Progress("measure", 1, unit="tables")
+        waited = 0.0
+        while not ray.wait(pending, timeout=_TICK_S)[0]:
+            waited += _TICK_S
+            if waited >= section.timeout_s:
+                raise EvaluationFailed(
+                    f"measure: no table after {waited:.0f} s: the process hangs or cannot be scheduled "
+                    f"({section.cpus:g} CPUs, {gpus:g} GPUs); see {session_logs()}, or raise cost.timeout_s"
+                )
+            progress.update()
         try:
-            table: CostTable = ray.get(remote.remote(CostRecipe(config=local, device="cuda" if gpus else "cpu")))
+            table: CostTable = ray.get(pending[0])
         except ray.exceptions.RayError as error:
             known = own_error(error)
             if known is not None:

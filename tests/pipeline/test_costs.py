@@ -18,7 +18,7 @@ from model.family import new_drafter
 from pipeline import costs
 from pipeline.config import Config, dump_config
 from pipeline.costs import CostRecipe, fit_line, measure_costs, token_counts
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.train.recipe import drafter_config
 
 
@@ -98,9 +98,13 @@ def test_the_job_writes_table_and_picture(
 
 
 @pytest.mark.slow
-def test_the_measurement_runs_as_a_ray_task(config: Config, tmp_path: Path) -> None:
+def test_the_measurement_runs_as_a_ray_task(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = costs.run_measurement(config)
     assert table is not None
     assert table == load_cost_table(tmp_path / "run" / "cost_table.json")
     with pytest.raises(ConfigError, match="no such directory"):
         costs.run_measurement(config.model_copy(update={"target": config.target.model_copy(update={"path": "./no"})}))
+    monkeypatch.setattr(costs, "_TICK_S", 0.01)
+    endless = config.model_copy(update={"cost": config.cost.model_copy(update={"timeout_s": 0.01})})
+    with pytest.raises(EvaluationFailed, match=r"measure: no table after 0 s: .* \(1 CPUs, 0 GPUs\)"):
+        costs.run_measurement(endless)
