@@ -81,7 +81,7 @@ def run(config: Config, batch_sizes: Sequence[int], temperature: float) -> tuple
     prompts = read_held_out(config).prompts
     turns = [
         Turn(
-            EvalTask(prompt, temperature, with_target=True),
+            EvalTask(prompt, temperature, with_baselines=True),
             0,
             tuple(target.chat.prompt_ids(prompt.system, prompt.users[:1], [])),
         )

@@ -28,9 +28,10 @@ class EvaluationSection(Section):
     batch_size: int = Field(default=8, gt=0)
     """Requests that an actor decodes at a time; finished ones make room for waiting ones."""
     compare_untrained: bool = True
-    """Measure the same drafter before training beside the trained one."""
-    target_prompts_per_domain: int | None = Field(default=None, gt=0)
-    """Prompts per domain that the target also decodes alone, for its own speed and for equality; null: all."""
+    """Measure the same drafter before training beside the trained one, as a baseline."""
+    baseline_prompts_per_domain: int | None = Field(default=None, gt=0)
+    """Prompts per domain that the baselines decode as well: the target alone (its speed, and equality) and the untrained
+    drafter; null: all. The trained drafter decodes every prompt."""
     allow_mismatch: bool = False
     """Only warn when target, tokenizer or template differ from those that the drafter was trained for."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)

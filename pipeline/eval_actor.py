@@ -56,11 +56,11 @@ class EvalRecipe:
 
 @dataclass(frozen=True, slots=True)
 class EvalTask:
-    """One prompt at one temperature; `with_target`: the target decodes it alone as well."""
+    """One prompt at one temperature; `with_baselines`: the target alone and the untrained drafter decode it as well."""
 
     prompt: Prompt
     temperature: float
-    with_target: bool
+    with_baselines: bool
 
 
 @dataclass(slots=True)
@@ -96,12 +96,12 @@ class Turn:
 
 
 def count_answers(tasks: Iterable[EvalTask], drafters: int) -> int:
-    """Answers that a full evaluation of the tasks decodes: turns times decoders."""
-    return sum(len(task.prompt.users) * (drafters + task.with_target) for task in tasks)
+    """Answers that a full evaluation of the tasks decodes: turns times decoders, the first of `drafters` on all."""
+    return sum(len(task.prompt.users) * (1 + drafters * task.with_baselines) for task in tasks)
 
 
 class PromptDecoder:
-    """Decodes tasks in batches with every drafter, and with the target alone where a task asks for it."""
+    """Decodes tasks in batches with the first drafter, and with the others and the target alone where a task says so."""
 
     def __init__(
         self, verifier: Verifier, heads: TargetHeads, drafters: Mapping[str, AnyDrafter], recipe: EvalRecipe
@@ -127,7 +127,7 @@ class PromptDecoder:
             except RenderError as error:
                 missing = len(task.prompt.users) - number
                 reasons = [f"{task.prompt.sample_id} turn {number}: {error}"] * missing
-                return TaskResult(rejected=reasons, done=missing * (len(self._drafters) + task.with_target))
+                return TaskResult(rejected=reasons, done=missing * (1 + len(self._drafters) * task.with_baselines))
             waiting.append(Turn(task, number, tuple(context)))
             return TaskResult()
 
@@ -154,10 +154,10 @@ class PromptDecoder:
         yield from self._others(first, turns)
 
     def _others(self, first: str, turns: Sequence[Turn]) -> Iterator[TaskResult]:
-        for name in self._drafters:
+        chosen = [turn for turn in turns if turn.task.with_baselines]
+        for name in [*self._drafters, TARGET_ALONE]:
             if name != first:
-                yield from self._decode(name, turns)
-        yield from self._decode(TARGET_ALONE, [turn for turn in turns if turn.task.with_target])
+                yield from self._decode(name, chosen)
 
     def _decode(self, name: str, turns: Sequence[Turn]) -> Iterator[TaskResult]:
         if not turns:

@@ -121,7 +121,7 @@ def _prepare(config: Config) -> _Ready:
     checked = check_drafter(folder, config, target)
     held_out = read_held_out(config)
     recipe = make_recipe(config, target, folder, checked)
-    tasks = tuple(make_tasks(held_out.prompts, section.temperatures, section.target_prompts_per_domain))
+    tasks = tuple(make_tasks(held_out.prompts, section.temperatures, section.baseline_prompts_per_domain))
     leak = find_leak(config, held_out.prompts)
     return _Ready(recipe, tasks, held_out, leak, target, checked.config, checked.warnings)
 

@@ -87,16 +87,16 @@ def _question(prompt: Prompt) -> str:
 
 
 def make_tasks(
-    prompts: Iterable[Prompt], temperatures: Sequence[float], target_prompts_per_domain: int | None
+    prompts: Iterable[Prompt], temperatures: Sequence[float], baseline_prompts_per_domain: int | None
 ) -> Iterator[EvalTask]:
-    """One task per prompt and temperature; the target decodes alone the first prompts of each domain."""
+    """One task per prompt and temperature; the baselines decode the first prompts of each domain."""
     seen: dict[str, int] = {}
     for prompt in prompts:
         domain = prompt.domain or NO_DOMAIN
         seen[domain] = seen.get(domain, 0) + 1
-        with_target = target_prompts_per_domain is None or seen[domain] <= target_prompts_per_domain
+        with_baselines = baseline_prompts_per_domain is None or seen[domain] <= baseline_prompts_per_domain
         for temperature in temperatures:
-            yield EvalTask(prompt, temperature, with_target)
+            yield EvalTask(prompt, temperature, with_baselines)
 
 
 def make_chunks(tasks: Sequence[EvalTask], *, num_actors: int, batch_size: int) -> list[list[EvalTask]]:

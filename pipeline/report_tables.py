@@ -11,7 +11,8 @@ from pipeline.report import EvaluationReport
 _TRAINED, _UNTRAINED = "trained", "untrained"
 _NOTE_TAU = (
     "τ: tokens per round, the bonus token included. In brackets: 95 % bootstrap interval over prompts. "
-    "A round that a stop token ends has no bonus token; one that passes max_new_tokens counts in full."
+    "A round that a stop token ends has no bonus token; one that passes max_new_tokens counts in full. "
+    "evaluation.baseline_prompts_per_domain says how many prompts the untrained drafter decoded."
 )
 _NOTE_POSITION = (
     "conditional: accepted given that every earlier draft of the round was, over so many rounds; survival: share of "

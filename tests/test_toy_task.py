@@ -109,7 +109,7 @@ class Run:
         rng, turns = np.random.default_rng(99), []
         for number in range(PROMPTS):
             prompt = Prompt(sample_id=f"p{number}", system=None, users=("",), domain="toy", source="")
-            task = EvalTask(prompt, temperature, with_target=True)
+            task = EvalTask(prompt, temperature, with_baselines=True)
             turns.append(Turn(task, 0, tuple(self.source.sample(6, rng))))
         measured = Measured()
         for part in decoder.measure(turns):

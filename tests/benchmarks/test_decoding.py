@@ -21,7 +21,7 @@ def test_every_batch_size_decodes_the_same() -> None:
     recipe = make_recipe(stop_ids=(), max_new_tokens=10)
     rng = np.random.default_rng(0)
     turns = [
-        Turn(EvalTask(make_prompt(i), 0.0, with_target=True), 0, tuple(rng.integers(0, 199, size=3 + i).tolist()))
+        Turn(EvalTask(make_prompt(i), 0.0, with_baselines=True), 0, tuple(rng.integers(0, 199, size=3 + i).tolist()))
         for i in range(4)
     ]
     measurements = []

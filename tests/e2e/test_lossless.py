@@ -44,7 +44,7 @@ def make_config(folder: Path, batch_size: int) -> Config:
         f"evaluation.max_new_tokens={NEW_TOKENS}",
         "evaluation.temperatures=[0.0]",
         "evaluation.limit_per_domain=13",
-        "evaluation.target_prompts_per_domain=null",
+        "evaluation.baseline_prompts_per_domain=null",
         "evaluation.compare_untrained=true",
         "evaluation.num_actors=2",
         f"evaluation.batch_size={batch_size}",

@@ -92,7 +92,7 @@ def test_greedy_answers_of_a_fitted_drafter_equal_the_targets_on_50_prompts() ->
     rng, turns = np.random.default_rng(0), []
     for number in range(50):
         context = rng.integers(0, 199, size=rng.integers(1, 24)).tolist()
-        turns.append(Turn(EvalTask(make_prompt(number), 0.0, with_target=True), 0, tuple(context)))
+        turns.append(Turn(EvalTask(make_prompt(number), 0.0, with_baselines=True), 0, tuple(context)))
     measured = collect(decoder.measure(turns))
     checks = {check.drafter: check for check in check_greedy(measured.decodes)}
     assert [(c.compared, c.equal) for c in checks.values()] == [(50, 50), (50, 50)]
@@ -104,7 +104,7 @@ def test_greedy_answers_of_a_fitted_drafter_equal_the_targets_on_50_prompts() ->
 def test_a_task_records_every_round_of_every_drafter() -> None:
     drafter = DSparkDrafter(drafter_config(block_size=3)).init_weights(0)
     decoder = PromptDecoder(tiny_verifier(), tiny_heads(), {TRAINED: drafter}, make_recipe(stop_ids=()))
-    result = collect(decoder.measure([Turn(EvalTask(make_prompt(), 1.0, with_target=False), 0, (1, 2, 3, 4))]))
+    result = collect(decoder.measure([Turn(EvalTask(make_prompt(), 1.0, with_baselines=False), 0, (1, 2, 3, 4))]))
     [row] = result.decodes
     assert (row.drafter, row.temperature, row.domain, row.prompt_id, row.turn) == (TRAINED, 1.0, "chat", "p0", 0)
     assert (row.prompt_tokens, len(row.output_ids), row.finish, row.rounds) == (4, 16, "length", len(result.rounds))
@@ -118,7 +118,7 @@ def test_a_task_records_every_round_of_every_drafter() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_measurements_do_not_depend_on_the_batch_size(temperature: float, exported: EvalRecipe) -> None:
     prompts = [make_prompt(number, "What is " + "2 + " * number + "2?") for number in range(5)]
-    tasks = [EvalTask(prompt, temperature, with_target=True) for prompt in prompts]
+    tasks = [EvalTask(prompt, temperature, with_baselines=True) for prompt in prompts]
 
     def answers(batch_size: int) -> list[tuple[str, str, tuple[int, ...]]]:
         measured = collect(EvalActor(replace(exported, batch_size=batch_size, top_p=0.9)).run(tasks))
@@ -138,7 +138,7 @@ def test_the_exported_config_decides_and_the_untrained_twin_has_the_training_see
 
 
 def test_an_actor_decodes_a_rendered_prompt_with_all_three(exported: EvalRecipe) -> None:
-    task = EvalTask(make_prompt(0, "What is 2 + 2?"), 0.0, with_target=True)
+    task = EvalTask(make_prompt(0, "What is 2 + 2?"), 0.0, with_baselines=True)
     parts = list(EvalActor(exported).run([task]))
     result = collect(parts)
     chat = Chat(tokenizer_of(exported.target), {}, (END,))
@@ -151,15 +151,15 @@ def test_an_actor_decodes_a_rendered_prompt_with_all_three(exported: EvalRecipe)
 def test_later_turns_continue_the_answer_or_are_counted_as_missing(exported: EvalRecipe) -> None:
     # Every token stops, so each answer is one token long and every turn is reached.
     prompts = [make_prompt(0, "one", "two", "three"), make_prompt(1, "four"), make_prompt(2, "five", "six")]
-    tasks = [EvalTask(prompt, 0.0, with_target=False) for prompt in prompts]
+    tasks = [EvalTask(prompt, 0.0, with_baselines=number != 1) for number, prompt in enumerate(prompts)]
     everything = replace(exported, stop_ids=tuple(range(VOCAB)), history="rerender", batch_size=2)
     result = collect(EvalActor(everything).run(tasks))
     result.sort(tasks)
     mine = [d for d in result.decodes if d.drafter == TRAINED]
     assert [(d.prompt_id, d.turn) for d in mine] == [("p0", 0), ("p0", 1), ("p0", 2), ("p1", 0), ("p2", 0), ("p2", 1)]
-    assert [(d.prompt_id, d.turn) for d in result.decodes if d.drafter == UNTRAINED] == [
-        (d.prompt_id, d.turn) for d in mine
-    ]
+    for baseline in (UNTRAINED, TARGET_ALONE):
+        found = [(d.prompt_id, d.turn) for d in result.decodes if d.drafter == baseline]
+        assert found == [("p0", 0), ("p0", 1), ("p0", 2), ("p2", 0), ("p2", 1)]
     assert result.rejected == []
     lengths = [d.prompt_tokens for d in mine[:3]]
     assert lengths[0] < lengths[1] < lengths[2]
@@ -174,7 +174,7 @@ def test_later_turns_continue_the_answer_or_are_counted_as_missing(exported: Eva
 
 def test_a_later_turns_context_is_the_first_drafters_answer(exported: EvalRecipe) -> None:
     chat = Chat(tokenizer_of(exported.target), {}, tuple(range(VOCAB)))
-    task = EvalTask(make_prompt(0, "one", "two"), 0.0, with_target=True)
+    task = EvalTask(make_prompt(0, "one", "two"), 0.0, with_baselines=True)
     recipe = replace(exported, stop_ids=tuple(range(VOCAB)), history="append")
     result = collect(EvalActor(recipe).run([task]))
     result.sort([task])
@@ -185,7 +185,7 @@ def test_a_later_turns_context_is_the_first_drafters_answer(exported: EvalRecipe
 
 
 def test_a_prompt_without_room_is_rejected_with_its_numbers(exported: EvalRecipe) -> None:
-    task = EvalTask(make_prompt(), 0.0, with_target=True)
+    task = EvalTask(make_prompt(), 0.0, with_baselines=True)
     result = collect(EvalActor(replace(exported, max_length=20)).run([task]))
     assert result.decodes == []
     assert "exceed max_length 20" in result.rejected[0]

@@ -15,7 +15,7 @@ from tests.pipeline.test_eval_actor import make_prompt
 
 
 def test_results_stand_in_the_order_of_the_tasks() -> None:
-    tasks = [EvalTask(make_prompt(i), t, with_target=True) for i in range(2) for t in (0.0, 1.0)]
+    tasks = [EvalTask(make_prompt(i), t, with_baselines=True) for i in range(2) for t in (0.0, 1.0)]
     parts = [
         TaskResult(
             rounds=[make_round(k, prompt=p, temperature=t, round=k) for k in range(2)],

@@ -33,7 +33,7 @@ def test_no_usable_prompt_is_an_error_with_the_first_reason(evaluation: Callable
 def test_tasks_cover_prompts_and_temperatures_and_bound_the_targets_share() -> None:
     prompts = [make_prompt(0), make_prompt(1), replace(make_prompt(2), domain="code")]
     tasks = list(make_tasks(prompts, (0.0, 1.0), 1))
-    assert [(t.prompt.sample_id, t.temperature, t.with_target) for t in tasks] == [
+    assert [(t.prompt.sample_id, t.temperature, t.with_baselines) for t in tasks] == [
         ("p0", 0.0, True),
         ("p0", 1.0, True),
         ("p1", 0.0, False),
@@ -41,7 +41,7 @@ def test_tasks_cover_prompts_and_temperatures_and_bound_the_targets_share() -> N
         ("p2", 0.0, True),
         ("p2", 1.0, True),
     ]
-    assert all(task.with_target for task in make_tasks(prompts, (0.0,), None))
+    assert all(task.with_baselines for task in make_tasks(prompts, (0.0,), None))
 
 
 def test_chunks_hold_one_temperature_and_occupy_every_actor() -> None:
