@@ -30,8 +30,8 @@ class EvaluationSection(Section):
     compare_untrained: bool = True
     """Measure the same drafter before training beside the trained one, as a baseline."""
     baseline_prompts_per_domain: int | None = Field(default=None, gt=0)
-    """Prompts per domain that the baselines decode as well: the target alone (its speed, and equality) and the untrained
-    drafter; null: all. The trained drafter decodes every prompt."""
+    """Prompts per domain that the baselines decode as well: the target alone (its speed, and equality) and the
+    untrained drafter; null: all. The trained drafter decodes every prompt."""
     allow_mismatch: bool = False
     """Only warn when target, tokenizer or template differ from those that the drafter was trained for."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)

@@ -101,7 +101,7 @@ def count_answers(tasks: Iterable[EvalTask], drafters: int) -> int:
 
 
 class PromptDecoder:
-    """Decodes tasks in batches with the first drafter, and with the others and the target alone where a task says so."""
+    """Decodes tasks in batches with the first drafter, and with the baselines where a task says so."""
 
     def __init__(
         self, verifier: Verifier, heads: TargetHeads, drafters: Mapping[str, AnyDrafter], recipe: EvalRecipe
