@@ -11,9 +11,12 @@ import pytest
 
 from cache_store.audit import verify_cache
 from cache_store.bucket import S3Backend
+from cache_store.dataset import TargetCacheStream, make_loader
 from cache_store.disk_cache import DiskCacheOptions
 from cache_store.errors import CacheIncomplete, ShardCorrupt
 from cache_store.ledger import Ledger, seal
+from cache_store.mixture import Source
+from cache_store.packing import StreamConfig
 from cache_store.reader import CacheReader
 from cache_store.retry import StorageOptions
 from cache_store.schema import CacheSpec, TargetSample
@@ -141,6 +144,22 @@ def test_samples_are_fetched_once_per_machine(bucket: Storage, proxy: FaultProxy
     assert not samples & set(proxy.ranges("/shards/")), "the second reader took every sample from the disk"
     counts = reader.disk_cache().counts  # type: ignore[union-attr]
     assert (counts.hits, counts.misses, counts.damaged, counts.not_kept) == (COUNT + 2, 0, 0, 0)
+
+
+def test_loader_workers_share_what_they_fetch(bucket: Storage, proxy: FaultProxy, tmp_path: Path) -> None:
+    same_build(bucket, SPEC, COUNT)
+    kept = DiskCacheOptions(path=str(tmp_path / "kept"), max_gb=0.001)
+    config = StreamConfig(seed=5, global_batch_size=2, micro_batch_size=1, max_length=64, num_steps=9)
+    sums = []
+    for disk_cache, workers in ((None, 0), (kept, 2)):
+        proxy.seen.clear()
+        stream = TargetCacheStream([Source(storage=bucket, disk_cache=disk_cache)], config)
+        loader = make_loader(stream, num_workers=workers, prefetch=2)
+        sums.append([(batch.sample_ids, batch.hidden_states.float().sum().item()) for batch in loader])
+    assert sums[0] == sums[1]
+    samples = [f"bytes={s.offset}-{s.offset + s.length - 1}" for r in Ledger(bucket).records() for s in r.samples]
+    fetched = [found for found in proxy.ranges("/shards/") if found in samples]
+    assert sorted(map(str, fetched)) == sorted(samples), "three epochs, two processes, one fetch of each"
 
 
 def samples_of(spec: CacheSpec) -> Callable[[Any, int], TargetSample]:
