@@ -185,3 +185,39 @@ def test_the_eagle3_layout_has_its_own_rules() -> None:
     del data["eagle_aux_hidden_state_layer_ids"]
     with pytest.raises(CheckpointError, match=r"no target_layer_ids; wanted .* eagle3 layout"):
         config_from_json(data, source="here")
+
+
+def sglang_requires(data: dict[str, Any], target_layers: int, target_vocab: int) -> list[str]:
+    """What SGLang's readers insist on, restated from their behaviour; empty when they are content."""
+    if data["architectures"] == ["Qwen3DSparkModel"]:
+        layers, block, mask = data["target_layer_ids"], data["block_size"], data["mask_token_id"]
+        heads = data["markov_rank"] > 0 and data["markov_head_type"] in ("vanilla", "gated", "rnn")
+        rules = {"a Markov head": heads, "a block": block >= 1}
+    else:
+        nested = data["dflash_config"]
+        layers, block, mask = nested["target_layer_ids"], data["block_size"], nested["mask_token_id"]
+        rules = {"a block with an anchor": block >= 2, "num_target_layers": data["num_target_layers"] == target_layers}
+    rules |= {
+        "layers that exist": all(0 <= layer < target_layers for layer in layers),
+        "a mask token of the target": 0 <= mask < target_vocab,
+        "one attention head size": data["head_dim"] * data["num_attention_heads"] > 0,
+    }
+    return [name for name, holds in rules.items() if not holds]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        drafter_config(),
+        drafter_config(markov_head_type="gated"),
+        drafter_config(markov_head_type="rnn", enable_confidence_head=False, confidence_head_with_markov=False),
+        drafter_config(**NO_HEADS),
+        dflash(sample_from_anchor=True),
+        dflash(),
+    ],
+)
+def test_what_sglang_insists_on_is_there(config: DrafterConfig) -> None:
+    assert sglang_requires(config_json(config, dtype=torch.bfloat16), 8, 199) == []
+    with_embedding = drafter_config(target_layer_ids=(-1, 3))
+    found = sglang_requires(config_json(with_embedding, dtype=torch.bfloat16), 8, 199)
+    assert found == ["layers that exist"]  # and serving.py says so
