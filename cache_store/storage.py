@@ -101,10 +101,10 @@ class Storage:
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`. Raises NotFound, ObjectEndsEarly, StorageError."""
-        backend = self.backend
-        if length <= 2 * SPLIT_BYTES or isinstance(backend, LocalBackend):
+        if length <= 2 * SPLIT_BYTES or self.local_root is not None:
             return self._read_piece(name, offset, length) if length else b""
-        if self._pool is None:
+        if self._pool is None or self._pid != os.getpid():
+            _ = self.backend  # threads do not survive a fork either
             self._pool = ThreadPoolExecutor(max_workers=self.options.connections)
         starts = range(offset, offset + length, SPLIT_BYTES)
         pieces = [

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,41 @@ def test_objects_round_trip(storage: Storage, tmp_path: Path) -> None:
     storage.delete("a/b")
     assert not storage.exists("a/b")
     assert storage.exists("a/c")
+
+
+def test_move_gives_another_name_and_overwrites(storage: Storage) -> None:
+    storage.put("a/b", b"one")
+    storage.put("aside/x/b", b"two")
+    storage.move("a/b", "aside/x/b")
+    assert storage.read("aside/x/b") == b"one"
+    assert [info.name for info in storage.list("")] == ["aside/x/b"]
+    with pytest.raises(NotFound):
+        storage.move("a/b", "elsewhere")
+
+
+def test_listings_say_when_an_object_was_written(storage: Storage) -> None:
+    before = time.time()
+    storage.put("a/b", b"one")
+    (info,) = storage.list("a/")
+    assert info.modified is not None
+    assert before - 2 <= info.modified <= time.time() + 2
+
+
+def test_a_file_that_vanishes_while_it_is_listed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path))
+    for name in ("a/1", "a/2", "a/3"):
+        storage.put(name, b"x")
+    stat = Path.stat
+
+    def vanishing(self: Path, *args: Any, **kwargs: Any) -> os.stat_result:
+        if self.name == "2":
+            raise FileNotFoundError(self)
+        return stat(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    assert [info.name for info in storage.list("a/")] == ["a/1", "a/3"]
 
 
 def test_missing_objects_are_not_found(storage: Storage) -> None:
