@@ -21,6 +21,7 @@ from cache_store.schema import CALIBRATED, FORMAT_VERSION, CacheSpec, TargetSamp
 from cache_store.storage import Storage
 
 CALIBRATION = "calibration.json"
+CALIBRATION_COPIES = "calibration/"
 CALIBRATION_SAMPLES = 64
 """Enough for scales: doubling it moves the error by less than 1 % of itself."""
 DIGITS = 5
@@ -86,9 +87,14 @@ def calibrate(spec: CacheSpec, samples: Iterable[TargetSample]) -> Calibration:
 
 
 def commit_calibration(storage: Storage, spec: CacheSpec, found: Calibration) -> Calibration:
-    """Store the scales if nobody has; returns the ones that the cache has from now on. Raises StorageError."""
+    """Store the scales if nobody has; returns the ones that the cache has from now on. Raises StorageError.
+
+    A copy goes first, for `repair`: without its scales no state of the cache can be read.
+    """
+    content = found.to_json().encode()
     try:
-        storage.put(CALIBRATION, found.to_json().encode(), if_absent=True)
+        storage.put(f"{CALIBRATION_COPIES}{found.digest[:16]}.json", content)
+        storage.put(CALIBRATION, content, if_absent=True)
     except AlreadyExists:
         return load_calibration(storage, spec)
     return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from cache_store import index
 from cache_store.audit import AuditProgress, AuditReport, Finding, read_records, verify_cache
+from cache_store.calibration import CALIBRATION, CALIBRATION_COPIES, Calibration, digest_of, load_calibration
 from cache_store.errors import CacheError, CacheIncomplete, NotFound, StorageError
 from cache_store.exclusions import Exclusion, write_exclusions
 from cache_store.gc import ASIDE
@@ -35,7 +36,7 @@ class Step:
     """One thing that was done, or (in a dry run) would be."""
 
     kind: str
-    """set-aside, sealed, or left (damage that repair cannot mend)."""
+    """set-aside, restored (from a copy), sealed, or left (damage that repair cannot mend)."""
     name: str
     reason: str
 
@@ -65,7 +66,10 @@ class _Mender:
         self._folder = f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}/"
 
     def set_aside(self, name: str, reason: str) -> None:
-        if not self.dry_run:
+        if self.dry_run:
+            if not self.storage.exists(name):
+                return
+        else:
             try:
                 self.storage.move(name, self._folder + name)
             except NotFound:  # missing already
@@ -91,6 +95,8 @@ def repair_cache(
     if spec_lost := _damaged_spec(storage):
         mender.set_aside(SPEC, str(spec_lost))
         return RepairReport(steps=tuple(mender.steps), lost=(), needs_build=True)
+    if _restore_scales(mender) is False or (dry_run and mender.steps):  # then no shard can be judged
+        return RepairReport(steps=tuple(mender.steps), lost=(), needs_build=False)
     report = verify_cache(storage, quick=quick, progress=progress)
     records, _ = read_records(storage)
     if _other_settings(report, records):
@@ -150,6 +156,39 @@ def _damaged_spec(storage: Storage) -> CacheError | None:
     except CacheError as error:
         return error
     return None
+
+
+def _restore_scales(mender: _Mender) -> bool | None:
+    """Put the copy of the channel scales back that the shards were written with.
+
+    None: nothing was wrong; False: there is no such copy.
+    """
+    storage, spec = mender.storage, load_spec(mender.storage)
+    wanted = {record.calibration for record in read_records(storage)[0]}
+    if not spec.calibrated or len(wanted) != 1:
+        return None
+    try:
+        if {digest_of(load_calibration(storage, spec))} == wanted:
+            return None
+        reason = "not the scales that the shards were written with"
+    except CacheError as error:
+        if isinstance(error, StorageError):
+            raise
+        reason = str(error)
+    for info in storage.list(CALIBRATION_COPIES):
+        content = storage.read(info.name)
+        try:
+            found = Calibration.from_json(content, spec, info.name)
+        except CacheError:  # a damaged copy: perhaps there is another
+            continue
+        if {found.digest} == wanted:
+            mender.set_aside(CALIBRATION, reason)
+            if not mender.dry_run:
+                storage.put(CALIBRATION, content)
+            mender.steps.append(Step("restored", CALIBRATION, f"from {info.name}"))
+            return True
+    mender.leave(Finding("bad-calibration", CALIBRATION, f"{reason}; there is no copy of the right ones"))
+    return False
 
 
 def _other_settings(report: AuditReport, records: list[ShardRecord]) -> bool:

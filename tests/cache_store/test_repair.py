@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache_store.audit import verify_cache
+from cache_store.calibration import CALIBRATION, CALIBRATION_COPIES, calibrate, commit_calibration
 from cache_store.errors import CacheIncomplete, NotFound, ShardCorrupt
 from cache_store.exclusions import load_exclusions
 from cache_store.ledger import Ledger
@@ -12,7 +13,7 @@ from cache_store.manifest import MANIFEST, SPEC
 from cache_store.reader import CacheReader
 from cache_store.repair import exclude_damage, repair_cache
 from cache_store.storage import Storage, open_storage
-from cache_store.writer import CacheWriter
+from cache_store.writer import CacheWriter, create_cache
 from tests.cache_store.samples import make_sample, make_spec
 from tests.cache_store.survival import check_whole, put_right, same_build
 
@@ -134,6 +135,36 @@ def test_quick_repair_reads_no_shard(storage: Storage) -> None:
     storage.put(name, storage.read(name)[:-1])
     assert repair_cache(storage, quick=True).needs_build
     put_right(storage, SPEC_OF_TEST, COUNT)
+
+
+@pytest.mark.parametrize("damage", ["missing", "rubbish", "other scales"])
+def test_lost_channel_scales_come_back_from_their_copy(tmp_path: Path, damage: str) -> None:
+    spec = make_spec(codec="i8cr", last_codec="i8cr", shard_bytes=6000)
+    storage = open_storage(str(tmp_path / "cache"))
+    create_cache(storage, spec)
+    commit_calibration(storage, spec, calibrate(spec, [make_sample(spec, number) for number in range(4)]))
+    same_build(storage, spec, 4)
+    content = storage.read(CALIBRATION)
+    if damage == "missing":
+        storage.delete(CALIBRATION)
+    else:
+        other = calibrate(spec, [make_sample(spec, 9)]).to_json().encode()
+        storage.put(CALIBRATION, other if damage == "other scales" else b"{}")
+    assert verify_cache(storage).damaged
+    planned = repair_cache(storage, dry_run=True)
+    report = repair_cache(storage)
+    assert report.whole
+    assert planned.steps == report.steps
+    assert report.steps[-1].kind == "restored"
+    assert storage.read(CALIBRATION) == content
+    assert verify_cache(storage).findings == ()
+    for info in storage.list(CALIBRATION_COPIES):
+        storage.delete(info.name)
+    storage.delete(CALIBRATION)
+    report = repair_cache(storage)
+    assert not report.whole
+    assert [step.kind for step in report.steps] == ["left"]
+    assert len(Ledger(storage).records()) > 0, "no shard is dropped for want of scales"
 
 
 def test_no_cache_here(tmp_path: Path) -> None:
