@@ -210,7 +210,6 @@ def _fill(batch: CacheBatch, document: int, reader: Any, position: int) -> None:
     batch.documents[row, columns] = document
     hidden = batch.hidden_states[row, columns].view(torch.uint16).numpy()
     last = batch.last_hidden_state[row, columns].view(torch.uint16).numpy()
-    last[...] = 0
     layered = hidden.reshape(tokens, reader.spec.num_layers, reader.spec.hidden_size).transpose(1, 0, 2)
     reader.decode_into(position, stored, layered, last)
 

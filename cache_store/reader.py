@@ -173,7 +173,7 @@ class CacheReader:
         """A fetched sample with its states decoded, into memory of its own. Raises ShardCorrupt."""
         tokens = len(stored.input_ids) if states else 0
         hidden = np.empty((self.spec.num_layers, tokens, self.spec.hidden_size), np.uint16)
-        last = np.zeros((tokens, self.spec.hidden_size), np.uint16)
+        last = np.empty((tokens, self.spec.hidden_size), np.uint16)
         if states:
             self.decode_into(position, stored, hidden, last)
         return TargetSample(
@@ -206,8 +206,8 @@ class CacheReader:
     def decode_into(self, position: int, stored: StoredSample, hidden: np.ndarray, last: np.ndarray) -> None:
         """Decode a fetched sample's states into the caller's memory.
 
-        hidden: uint16 [L, t, D] of any strides, last: uint16 [t, D] holding zeros; t <= T cuts the sample on the
-        right. Raises ShardCorrupt.
+        hidden: uint16 [L, t, D] of any strides, last: uint16 [t, D], zero afterwards where nothing is stored; t <= T
+        cuts the sample on the right. Raises ShardCorrupt.
         """
         tokens, wanted = len(stored.input_ids), hidden.shape[1]
         rows = np.arange(tokens) if self.spec.last_hidden == "all" else needed_positions(stored.loss_mask)
@@ -219,7 +219,10 @@ class CacheReader:
             self.codecs.last.decode_into(stored.last, len(rows), final[None])
         except CacheError as error:
             raise self._corrupt(position, str(error)) from error
-        if not one_run:
+        if one_run:
+            last[: kept[0]], last[kept[-1] + 1 :] = 0, 0
+        else:
+            last[...] = 0
             last[kept] = final
         if self._must_check(position):
             bad = codec.count_nonfinite(hidden) + codec.count_nonfinite(final)
