@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.asyn import sync
@@ -96,11 +97,15 @@ class FsspecBackend:
 class S3Backend:
     """s3://bucket/prefix: control requests through s3fs, bodies of reads through `http_ranges.py`."""
 
+    FINDS_REGION = True
+    """Ask AWS for the region of the bucket, for which URLs are signed."""
+
     def __init__(self, url: str, endpoint_url: str | None, options: StorageOptions) -> None:
         settings: dict[str, Any] = {
             "use_listings_cache": False,
-            "cache_regions": endpoint_url is None,  # URLs are signed for the bucket's own region
+            "cache_regions": self.FINDS_REGION and endpoint_url is None,
             "config_kwargs": {
+                "signature_version": "s3v4",  # URLs would else be signed as buckets since 2020 do not accept
                 "retries": {"max_attempts": 1, "mode": "standard"},
                 "connect_timeout": options.connect_timeout_s,
                 "read_timeout": options.read_timeout_s,
@@ -111,13 +116,21 @@ class S3Backend:
             settings["endpoint_url"] = endpoint_url
         self.fs, root = fsspec.core.url_to_fs(url, **settings)
         self.fs.retries = 1
+        self._signer, self._settings = self.fs, settings
         self.bucket, _, prefix = root.partition("/")
         self.prefix = f"{prefix}/" if prefix else ""
         self.options = options
         self._ranges = RangeClient(self._sign, options)
 
     def _sign(self, name: str) -> str:
-        return sync(self.fs.loop, self.fs._url, f"{self.bucket}/{self._key(name)}", expires=SIGNED_FOR_S)
+        path = f"{self.bucket}/{self._key(name)}"
+        signed = self._signer.url(path, expires=SIGNED_FOR_S)
+        if self._signer is self.fs and str(urlsplit(signed).hostname).endswith(".s3.amazonaws.com"):
+            # AWS redirects its global host to the bucket's region, where the signature of another host is void.
+            own = {"s3": {"addressing_style": "virtual"}, **self._settings["config_kwargs"]}
+            self._signer = type(self.fs)(**{**self._settings, "config_kwargs": own})
+            signed = self._signer.url(path, expires=SIGNED_FOR_S)
+        return signed
 
     def _key(self, name: str) -> str:
         return self.prefix + name

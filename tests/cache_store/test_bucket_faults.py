@@ -195,6 +195,17 @@ def test_damage_on_the_way_up_is_noticed_by_the_store_and_sent_again(
     assert bucket.read_range("object", 0, size) == content
 
 
+@pytest.mark.parametrize("name", ["a b/c d.txt", "ü/+&=%25#?.jsonl"])
+def test_names_with_all_kinds_of_characters(bucket: Storage, name: str) -> None:
+    bucket.put(name, CONTENT)
+    assert [info.name for info in bucket.list("")] == [name]
+    assert bucket.read_range(name, 7, 100) == CONTENT[7:107]
+    assert bucket.read_many([name]) == [CONTENT]
+    bucket.move(name, f"aside/{name}")
+    assert bucket.size(f"aside/{name}") == len(CONTENT)
+    assert not bucket.exists(name)
+
+
 def test_missing_is_not_repeated(bucket: Storage, proxy: FaultProxy) -> None:
     for call in (bucket.read, bucket.size, lambda name: bucket.read_range(name, 0, 1)):
         proxy.seen.clear()

@@ -6,6 +6,7 @@ import pickle
 import time
 import uuid
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from cache_store import bucket as bucket_module
 from cache_store import storage as storage_module
 from cache_store.audit import verify_cache
+from cache_store.bucket import S3Backend
 from cache_store.dataset import StreamConfig, TargetCacheStream, make_loader
 from cache_store.errors import CacheMismatch, NotFound, StorageError
 from cache_store.ledger import Ledger, Reject, seal
@@ -52,6 +54,30 @@ def test_objects_round_trip_with_ranges(bucket: Storage, tmp_path: Path, monkeyp
     with pytest.raises(NotFound):
         bucket.read("a/one")
     assert bucket.free_bytes() is None
+
+
+def test_urls_are_signed_as_every_bucket_accepts(bucket: Storage) -> None:
+    backend = bucket.backend
+    assert isinstance(backend, S3Backend)
+    assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in backend._sign("a b")
+
+
+@pytest.mark.parametrize(
+    ("bucket_name", "region", "host"),
+    [
+        ("mine", "eu-west-1", "mine.s3.eu-west-1.amazonaws.com"),
+        ("mine", "us-east-1", "mine.s3.amazonaws.com"),
+        ("my.own", "eu-west-1", "s3.eu-west-1.amazonaws.com"),
+    ],
+)
+def test_urls_of_aws_name_the_region(monkeypatch: pytest.MonkeyPatch, bucket_name: str, region: str, host: str) -> None:
+    for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", region)):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(S3Backend, "FINDS_REGION", False)  # asks the bucket itself
+    backend = open_storage(f"s3://{bucket_name}/cache").backend
+    assert isinstance(backend, S3Backend)
+    for _ in range(2):
+        assert urlsplit(backend._sign("x")).hostname == host
 
 
 def test_one_of_many_racing_writers_wins(bucket: Storage) -> None:
