@@ -80,6 +80,15 @@ def test_urls_of_aws_name_the_region(monkeypatch: pytest.MonkeyPatch, bucket_nam
         assert urlsplit(backend._sign("x")).hostname == host
 
 
+def test_the_endpoint_may_come_from_the_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_server.endpoint_url)
+    storage = open_storage(f"s3://{s3_server.bucket}/{uuid.uuid4().hex}")
+    storage.check_writable()
+    storage.put("a", b"0123")
+    assert storage.read_range("a", 1, 2) == b"12"
+    assert [info.name for info in storage.list("")] == ["a"]
+
+
 def test_one_of_many_racing_writers_wins(bucket: Storage) -> None:
     lost = race_to_put(bucket, "prize", racers=8)
     assert sorted([*lost, int(bucket.read("prize"))]) == list(range(8))
