@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from cache_store.calibration import calibrate, field_codecs
 from cache_store.errors import CacheError
+from cache_store.frame import literal_frames
 from cache_store.schema import CODECS, EXACT_CODECS, FORMATS, LAST_CODECS, LAST_HIDDEN, CacheSpec, TargetSample
 from cache_store.shard import needed_positions
 
@@ -95,7 +95,7 @@ def measure_ratios(spec: CacheSpec, samples: Sequence[TargetSample]) -> Ratios:
 
 
 def _zstd_bytes(plane: np.ndarray) -> int:
-    return len(pa.Codec("zstd", compression_level=1).compress(plane.tobytes(), asbytes=True)) if plane.size else 0
+    return len(literal_frames().compress(plane.data)) if plane.size else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """One Parquet shard: one row is one sample is one row group, so a sample is one contiguous byte range.
 
-The planes of a sample are binary columns; the `hi` planes are compressed by Parquet itself (zstd level 1), the `lo`
+The planes of a sample are binary columns; the pages of the `hi` planes are zstd frames, as Parquet has them, the `lo`
 planes are stored as they are. 64-bit binary offsets, no dictionary, no statistics (FORMAT.md, "Parquet shards").
 Legend: T tokens, L captured layers, D hidden size.
 """
@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import zstandard
 
 from cache_store.errors import CacheError, SampleRejected
 from cache_store.fields import FieldCodecs, TensorError, merge_errors
+from cache_store.frame import literal_frames
 from cache_store.manifest import SampleRecord
-from cache_store.parquet_page import COMPRESSED, read_row_group
+from cache_store.parquet_file import Column, RowGroupFile
+from cache_store.parquet_page import COLUMNS, COMPRESSED, read_row_group
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.shard import (
     PLANES,
@@ -54,6 +57,19 @@ def shard_schema(spec: CacheSpec) -> pa.Schema:
     return pa.schema(columns, metadata=facts)
 
 
+def _columns() -> list[Column]:
+    """How the pages of each column are compressed."""
+    text, plane = zstandard.ZstdCompressor(level=1), literal_frames()
+    return [
+        Column(
+            name,
+            None if name not in COMPRESSED else plane.compress if name in PLANES else text.compress,
+            text=name in ("sample_id", "metadata"),
+        )
+        for name in COLUMNS
+    ]
+
+
 class ParquetShardWriter:
     """Writes samples into one local file; nobody may read it before `finish`."""
 
@@ -61,27 +77,16 @@ class ParquetShardWriter:
         self.path, self.spec, self.codecs = path, spec, codecs
         self.ids: list[str] = []
         self._rows: list[EncodedSample] = []
-        self._schema = shard_schema(spec)
-        self._sink = pa.OSFile(str(path), "wb")
-        self._writer = pq.ParquetWriter(
-            self._sink,
-            self._schema,
-            compression={name: "ZSTD" if name in COMPRESSED else "NONE" for name in self._schema.names},
-            compression_level={name: 1 for name in COMPRESSED},
-            use_dictionary=False,
-            write_statistics=False,
-            write_batch_size=1,
-        )
+        self._sink = path.open("wb")
+        self._file = RowGroupFile(self._sink, _columns(), shard_schema(spec))
 
     def add(self, sample: TargetSample, copied: CopiedFields | None = None) -> None:
         """Append one sample, already validated. Raises SampleRejected for one that no page can hold."""
         row = encode_sample(self.spec, self.codecs, sample, copied)
         if (largest := max(plane.size for plane in row.planes)) > MAX_PLANE_BYTES:
             raise SampleRejected(sample.sample_id, f"plane of {largest} bytes, Parquet pages end at 2 GiB")
-        texts = (row.sample_id, metadata_text(row.metadata))
-        columns: list[pa.Array] = [pa.array([text], pa.large_string()) for text in texts]
-        columns += [_one_value(buffer) for buffer in (row.input_ids, row.loss_mask, *row.planes)]
-        self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
+        texts = (row.sample_id.encode(), metadata_text(row.metadata).encode())
+        self._file.write_row([*texts, row.input_ids, row.loss_mask, *row.planes])
         self.ids.append(row.sample_id)
         self._rows.append(row.without_planes())
 
@@ -95,7 +100,7 @@ class ParquetShardWriter:
 
     def finish(self) -> tuple[int, int, str, tuple[SampleRecord, ...]]:
         """Close, read the file back and check it: (bytes, footer bytes, crc32c, one record per row)."""
-        self._writer.close()
+        self._file.write_footer()
         self._sink.close()
         with pa.memory_map(str(self.path)) as source:
             content = source.read_buffer()
@@ -111,9 +116,7 @@ class ParquetShardWriter:
 
     def abandon(self) -> None:
         """Drop the unfinished file."""
-        # Parquet insists on writing a footer, which fails on a full disk; the file goes either way.
-        with contextlib.suppress(OSError, pa.ArrowException):
-            self._writer.close()
+        with contextlib.suppress(OSError):  # a full disk: the last buffer cannot be written, and need not be
             self._sink.close()
         self.path.unlink(missing_ok=True)
 
@@ -239,13 +242,6 @@ def read_row(footer: pq.FileMetaData, row: int, data: bytes, *, states: bool = T
         captured=(planes[0], planes[1]),
         last=(planes[2], planes[3]),
     )
-
-
-def _one_value(buffer: np.ndarray) -> pa.Array:
-    """A one-row binary column around an array's memory, without a copy."""
-    data = np.ascontiguousarray(buffer)
-    offsets = pa.py_buffer(np.array([0, data.nbytes], dtype=np.int64))
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(data)])
 
 
 def _bytes_of(table: pa.Table, name: str) -> np.ndarray:

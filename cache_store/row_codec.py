@@ -91,7 +91,8 @@ def decode_into(
         rms = None if rms_GD is None else rms_GD[group]
         for start in range(0, wanted, step):
             part = (group, slice(start, min(start + step, wanted)))
-            words = _dequantise(name, codes_GRD[part], scales[part], rms)
+            with np.errstate(over="ignore", invalid="ignore"):  # damaged scales; the reader counts what is not finite
+                words = _dequantise(name, codes_GRD[part], scales[part], rms)
             out_GTD[part] = words.astype("<u4", copy=False).view("<u2")[:, 1::2]
     owners = np.repeat(np.arange(groups * rows), counts.reshape(-1))
     group_of, row_of = np.divmod(owners, max(rows, 1))

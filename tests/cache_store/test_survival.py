@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from cache_store.errors import CacheError, StorageError
 from cache_store.ledger import Ledger, seal
 from cache_store.mixture import Source
 from cache_store.packing import StreamConfig
+from cache_store.parquet_file import RowGroupFile
 from cache_store.reader import CacheReader
 from cache_store.repair import repair_cache
 from cache_store.storage import Storage, open_storage
@@ -282,7 +282,7 @@ def write_all(writer: CacheWriter, spec: Any) -> None:
 def test_an_exception_inside_the_parquet_writer(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = small_spec("parquet")
     create_cache(storage, spec)
-    real, calls = pq.ParquetWriter.write_table, [0]
+    real, calls = RowGroupFile.write_row, [0]
 
     def breaks(self: Any, *args: Any, **kwargs: Any) -> None:
         calls[0] += 1
@@ -291,7 +291,7 @@ def test_an_exception_inside_the_parquet_writer(storage: Storage, monkeypatch: p
         real(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pq.ParquetWriter, "write_table", breaks)
+        patch.setattr(RowGroupFile, "write_row", breaks)
         writer = CacheWriter(storage, spec)
         with pytest.raises(pa.ArrowInvalid):
             write_all(writer, spec)
