@@ -89,7 +89,8 @@ class LocalBackend:
     def read(self, name: str, offset: int, transfer: Transfer) -> None:
         """One open, one pread where the system gives all at once."""
         if transfer.length is None:
-            transfer.add((self.root / name).read_bytes()[transfer.done :])
+            transfer.restart()
+            transfer.add((self.root / name).read_bytes())
             return
         descriptor = os.open(self.root / name, os.O_RDONLY)
         try:

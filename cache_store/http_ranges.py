@@ -49,12 +49,12 @@ class RangeClient:
 
     def read(self, name: str, offset: int, transfer: Transfer) -> None:
         """Go on with a transfer. Raises OSError of the kind that the refusal is, ShortBody, TooSlow, EndsEarly."""
+        if transfer.length is None:  # a small object that may be replaced meanwhile, such as a manifest
+            transfer.restart()
         first = offset + transfer.done
         headers = {}
         if transfer.missing is not None:
             headers["Range"] = f"bytes={first}-{first + transfer.missing - 1}"
-        elif transfer.done:
-            headers["Range"] = f"bytes={first}-"
         connection, response = self._request(name, headers)
         kept = False
         try:

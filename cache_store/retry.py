@@ -89,6 +89,10 @@ class Transfer:
         """Bytes still wanted; None where the length is not known."""
         return None if self.length is None else self.length - self.done
 
+    def restart(self) -> None:
+        """Forget what has arrived: an object without a known length may be another one at the next try."""
+        self.chunks, self.done = [], 0
+
     def start(self) -> None:
         """A connection is about to deliver: the floor is measured from now on."""
         self._since, self._done_then = time.monotonic(), self.done
