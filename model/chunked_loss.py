@@ -21,6 +21,8 @@ from torch import Tensor
 from model.row_loss import ChunkLogits, ChunkSlots, RowTerms, compute_dtype, row_losses
 from model.target_heads import TargetHeads
 
+_W2_ROWS_PER_SUM = 8192
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotTargets:
@@ -149,8 +151,11 @@ class _Gradients:
         assert self.w2 is not None
         if dz_nW.dtype == self.w2.dtype:
             self.w2.addmm_(dz_nW.T, features_nM)
-        else:
-            self.w2 += dz_nW.T @ features_nM
+            return
+        # In pieces: a CPU first makes a float32 copy of what it adds, and large copies are fresh memory every time.
+        step = len(self.w2) if self.w2.is_cuda else _W2_ROWS_PER_SUM
+        for first in range(0, len(self.w2), step):
+            self.w2[first : first + step] += dz_nW[:, first : first + step].T @ features_nM
 
     def scaled(self, scale: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """All three times the incoming gradient, in the dtypes of their inputs."""

@@ -76,7 +76,7 @@ def test_the_json_line_has_the_promised_keys(
 
 def test_counted_operations() -> None:
     """Torch's counter sees what the formula leaves out: masked attention, small heads."""
-    inputs = train_step.make_inputs(TINY, 64, torch.bfloat16)
+    inputs = train_step.make_inputs(TINY, 24, torch.bfloat16)
     drafter = DSparkDrafter(TINY.config).init_weights(0).bfloat16()
     heads = TargetHeads.from_tensors(torch.randn(1000, 64, dtype=torch.bfloat16))
     settings = LossConfig(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0, rows_per_chunk=512)

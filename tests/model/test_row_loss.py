@@ -67,3 +67,15 @@ def test_extreme_logits_stay_exact() -> None:
     assert float(values[1][1]) == 0.0 == float(l1[1])
     assert torch.isfinite(logits.draft_nW).all()
     assert torch.allclose(logits.draft_nW[0].double(), gradient[0], atol=1e-6)
+
+
+def test_a_vocabulary_of_150_thousand_keeps_float32_accuracy() -> None:
+    logits, slots = RowCase(dtype=torch.float32, bias=True, vocab=151936, columns=151936, counts=(1, 2)).draw()
+    ce, l1, gradient, bias_gradient = formula(logits, slots, TERMS)
+    values = row_losses(logits, slots, TERMS, gradient=True)
+    assert torch.allclose(values[0].double(), ce, rtol=1e-6)
+    assert torch.allclose(values[1].double(), l1, rtol=1e-6)
+    assert float((logits.draft_nW - gradient).abs().max()) < 2e-6 * float(gradient.abs().max())
+    assert logits.bias_uW is not None
+    assert bias_gradient is not None
+    assert float((logits.bias_uW - bias_gradient).abs().max()) < 2e-6 * float(bias_gradient.abs().max())
