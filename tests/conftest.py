@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cache_store.errors import StorageError
 from cache_store.storage import open_storage
 
 START_TIMEOUT_S = 60
+
+settings.register_profile("no-deadline", deadline=None)  # a busy machine is no failure
+settings.load_profile("no-deadline")
 
 
 @dataclass(frozen=True)

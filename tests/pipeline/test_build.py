@@ -110,6 +110,7 @@ def test_what_is_lost_is_redone_and_nothing_else(make_config: MakeConfig, capsys
     assert {info.name for info in storage.list("")} == names
 
 
+@pytest.mark.slow
 def test_a_build_in_tar_with_int8_measures_its_scales_once(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,14 +118,14 @@ def test_a_build_in_tar_with_int8_measures_its_scales_once(
     build(config)
     assert "channel scales: measured on 4 samples" in capsys.readouterr().out
     storage = open_storage(config.cache.url)
-    exact = make_config(ROWS[:4], cache={"url": f"{config.cache.url}-exact"})
-    build(exact)
-    reader, truth = CacheReader(storage), CacheReader(open_storage(exact.cache.url))
     assert verify_cache(storage).findings == ()
-    for name in reader.ids:
-        found, wanted = (to_float(cache.read_id(name).hidden_states).astype(float) for cache in (reader, truth))
+    reader, model = CacheReader(storage), load_target(config.target, "cpu")
+    sample = reader.read_id("p3")
+    reference = model(torch.tensor([sample.input_ids.tolist()]), output_hidden_states=True).hidden_states
+    for row, layer in enumerate(config.extraction.layer_ids):
+        found, wanted = to_float(sample.hidden_states[row]), reference[layer + 1][0].numpy()
         error = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-        assert 0 < error.max() < 0.03, "1 % of the codec, and the noise of another batch"
+        assert 0.001 < error.max() < 0.02, "1 % of the codec, and the noise of another batch"
     assert reader.manifest is not None
     assert {item.tensor for item in reader.manifest.errors} == {*map(str, config.extraction.layer_ids), "last"}
 
