@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +266,12 @@ def test_damage_reaches_the_trainer_with_its_type(tmp_path: Path, workers: int) 
     path.write_bytes(bytes(content))
     with pytest.raises(ShardCorrupt, match="s0002"):
         batches(storage, workers)
+
+
+@pytest.mark.parametrize("budget", [None, 40])
+def test_batches_survive_the_way_between_processes(storage: Storage, budget: int | None) -> None:
+    for batch in batches(storage, pack_tokens=budget):
+        apart = replace(batch, last_hidden_state=batch.last_hidden_state.clone())
+        for copy in (pickle.loads(pickle.dumps(batch)), pickle.loads(pickle.dumps(apart))):
+            assert key(copy) == key(batch)
+            assert copy.micro_batches == batch.micro_batches
