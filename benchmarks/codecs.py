@@ -1,6 +1,6 @@
 """Every codec, and both ways to compress its planes, on the real states of an exact cache: size, speed, error.
 
-    python benchmarks/codecs.py build/bench/raw          # the cache that benchmarks/cache.py makes
+    python -m benchmarks.codecs build/bench/raw          # the cache that benchmarks/cache.py makes
 
 Processor time of one thread, bytes in memory to states in memory; the baseline, plain zstd-1 on the raw bytes, takes
 turns with the rest. `shard` has the frames of our shards, `level 1` what zstd makes of the same planes by itself.
