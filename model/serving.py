@@ -121,7 +121,7 @@ def _sglang(config: DrafterConfig, scales_embedding: bool) -> list[ServingWarnin
 
     found: list[ServingWarning] = []
     if layout_of(config) == "eagle3":
-        say("its EAGLE-3 drafters are Llama-shaped; this one normalises queries and keys", blocks=True)
+        say("its known EAGLE-3 drafters are Llama-shaped; this one normalises queries and keys", blocks=True)
     if layout_of(config) == "dspark" and not config.sample_from_anchor:
         say("it knows the anchor-first block layout alone; train drafter.sample_from_anchor=true", blocks=True)
     if config.target_layer_ids[0] == -1:
