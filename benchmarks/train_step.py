@@ -261,13 +261,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="only this dtype (default: both; with --gpu: bf16)")
     parser.add_argument("--gpu", action="store_true", help="on a CUDA device, at Qwen3-4B size")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="timed steps per process, after one to warm up (2; on a GPU 5)")
+    parser.add_argument("--steps", type=int, help="timed steps per process, after one to warm up (1; on a GPU 5)")
     parser.add_argument("--repeats", type=int, help="processes per figure (3; on a GPU, whose time is dear, 1)")
     parser.add_argument("--rows-per-chunk", type=int, default=ROWS_PER_CHUNK)
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--single", choices=tuple(LOSSES), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.steps, args.repeats = args.steps or (5 if args.gpu else 2), args.repeats or (1 if args.gpu else 3)
+    args.steps, args.repeats = args.steps or (5 if args.gpu else 1), args.repeats or (1 if args.gpu else 3)
     if args.gpu and not torch.cuda.is_available():
         parser.error("--gpu needs a CUDA device; without it the benchmark runs on the CPU")
     if args.single:

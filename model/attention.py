@@ -102,20 +102,21 @@ def block_attention(
     G = block_kv[0].shape[2]
     if not groups:
         return query_AQHE.new_zeros(query_AQHE.shape)
+    # Sorted once and split: indexing per group would cost a zero tensor of all blocks per group in backward.
+    order, sizes = torch.cat([group.blocks for group in groups]), [len(group.blocks) for group in groups]
+    parts = (x.index_select(0, order).split(sizes) for x in (query_AQHE, *block_kv))
     outputs = []
-    for group in groups:
-        n = len(group.blocks)
+    for group, n, query_nQHE, *block_kv_nSGE in zip(groups, sizes, *parts, strict=True):
         # [n,Q,H,E] -> [G, (H/G)*n*Q, E]
-        query = query_AQHE[group.blocks].view(n * Q, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
+        query = query_nQHE.reshape(n * Q, G, H // G, E).permute(1, 2, 0, 3).reshape(G, -1, E)
         key, value = (
-            torch.cat([context[group.row, group.context], block[group.blocks].flatten(0, 1)], dim=0).transpose(0, 1)
-            for context, block in zip(context_kv, block_kv, strict=True)
+            torch.cat([context[group.row, group.context], block.flatten(0, 1)], dim=0).transpose(0, 1)
+            for context, block in zip(context_kv, block_kv_nSGE, strict=True)
         )
         visible = group.visible.repeat(H // G, 1)
         out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=visible)
         outputs.append(out.view(G, H // G, n, Q, E).permute(2, 3, 0, 1, 4).reshape(n, Q, H, E))
-    order = torch.cat([group.blocks for group in groups])
-    return torch.cat(outputs)[torch.argsort(order)]
+    return torch.cat(outputs).index_select(0, torch.argsort(order))
 
 
 def reference_attention(
