@@ -1,7 +1,7 @@
 """bf16 bits <-> stored byte planes, exactly, for every bit pattern (NaN payloads, -0 and subnormals included).
 
 Codec `bss1` stores a field as two planes: the high byte of every value (sign and most of the exponent, which
-compresses well; the container applies zstd level 1 to it) and the low byte (almost random, stored as it is). Codec
+compresses well; the container does it) and the low byte (almost random, stored as it is). Codec
 `raw` has an empty high plane; its low plane holds the little-endian bf16 values themselves.
 """
 

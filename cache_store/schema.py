@@ -22,8 +22,8 @@ CODECS = (*EXACT_CODECS, "i8cr", "f8r")
 LAST_CODECS = (*EXACT_CODECS, "i8cr")
 """f8r is for captured layers alone: the last hidden state feeds a softmax, which asks for more than 2 % precision."""
 CALIBRATED = ("i8cr",)
-MAX_CHANNELS = 1 << 16
-"""Bounded-loss codecs name a channel in 16 bits."""
+MAX_CHANNELS = (1 << 16) - 1
+"""Bounded-loss codecs name and count channels in 16 bits."""
 LAST_HIDDEN = ("needed", "all")
 DEFAULT_FORMAT: Final = "parquet"
 DEFAULT_CODEC: Final = "bss1"

@@ -39,7 +39,7 @@ def test_json_round_trip(identity: dict[str, Any], layers: set[int], codec: str)
         ({"format": "zip"}, "format is 'zip', wanted one of parquet, tar"),
         ({"codec": "zip"}, "codec is 'zip', wanted one of bss1, raw"),
         ({"last_codec": "f8r"}, "last_codec is 'f8r', wanted one of bss1, raw, i8cr"),
-        ({"codec": "f8r", "hidden_size": 65537}, "hidden_size is 65537, codec f8r"),
+        ({"codec": "f8r", "hidden_size": 65536}, "hidden_size is 65536, codec f8r"),
         ({"format_version": 3}, "format_version is 3, wanted one of 1, 2"),
         ({"format_version": 1, "format": "tar"}, "format_version 1 has only"),
         ({"format_version": 1, "codec": "raw", "last_codec": "bss1"}, "format_version 1 has only"),
