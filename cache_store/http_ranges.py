@@ -59,7 +59,7 @@ class RangeClient:
         kept = False
         try:
             transfer.start()
-            self._receive(response, first, bool(headers), transfer)
+            self._receive(connection, response, first, transfer)
             kept = response.isclosed() and not response.will_close
         finally:
             if kept and len(self._idle) < self._options.connections:
@@ -68,8 +68,10 @@ class RangeClient:
                 response.close()
                 connection.close()
 
-    def _receive(self, response: http.client.HTTPResponse, first: int, ranged: bool, transfer: Transfer) -> None:
-        wanted, promised = transfer.missing, response.length
+    def _receive(
+        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, first: int, transfer: Transfer
+    ) -> None:
+        wanted, promised, ranged = transfer.missing, response.length, transfer.length is not None
         if response.status != (206 if ranged else 200):
             raise StorageError(f"the endpoint answers {response.status} to a GET with a Range header, wanted 206")
         total = None
@@ -78,19 +80,21 @@ class RangeClient:
             if found is None or int(found[1]) != first:
                 raise ShortBody(f"range {response.getheader('Content-Range')!r} came instead of one from {first}")
             total = int(found[2]) if found[2] != "*" else None
-        left = wanted if wanted is not None else promised
-        while left is None or left > 0:
-            piece = response.read1(min(PIECE_BYTES, left or PIECE_BYTES))
-            if not piece:
-                break
-            transfer.add(piece)
-            left = None if left is None else left - len(piece)
-        if response.length == 0 or (left == 0 and promised is None):
-            response.close()  # all of it has been read: the connection may serve the next request
-        if left:
-            if wanted is not None and total is not None and first + wanted > total:
+        if wanted is None or promised is None:
+            _read_all(response, transfer)
+        elif promised > wanted:
+            raise ShortBody(f"{promised:,} bytes came instead of {wanted:,}")
+        else:
+            # What came with the headers stands in the response's buffer, of at most a piece; the rest needs no copy.
+            end = transfer.done + promised
+            transfer.add(response.read1(min(PIECE_BYTES, promised)))
+            transfer.receive(connection.sock, end - transfer.done)
+            if transfer.done == end:
+                response.close()  # all of it has been read: the connection may serve the next request
+        if transfer.missing:
+            if total is not None and first + (wanted or 0) > total:
                 raise EndsEarly
-            raise ShortBody(f"the connection ended {left:,} bytes early")
+            raise ShortBody(f"the connection ended {transfer.missing:,} bytes early")
 
     def _request(
         self, name: str, headers: dict[str, str]
@@ -158,6 +162,18 @@ class RangeClient:
         connection.connect()
         connection.sock.settimeout(self._options.read_timeout_s)
         return connection
+
+
+def _read_all(response: http.client.HTTPResponse, transfer: Transfer) -> None:
+    """A body whose length is the server's choice, piece by piece."""
+    promised, before = response.length, transfer.done
+    while (room := PIECE_BYTES if transfer.missing is None else min(PIECE_BYTES, transfer.missing)) and (
+        piece := response.read1(room)
+    ):
+        transfer.add(piece)
+    if promised is not None and transfer.done - before < promised:
+        raise ShortBody(f"the connection ended {promised - transfer.done + before:,} bytes early")
+    response.close()
 
 
 def _target(url: str, connection: http.client.HTTPConnection) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import random
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -80,8 +82,9 @@ class Transfer:
 
     def __init__(self, length: int | None, options: StorageOptions) -> None:
         self.length, self.options = length, options
-        self.chunks: list[bytes] = []
         self.done = 0
+        self._chunks: list[bytes] = []
+        self._buffer: io.BytesIO | None = None
         self._since, self._done_then = 0.0, 0
 
     @property
@@ -91,7 +94,7 @@ class Transfer:
 
     def restart(self) -> None:
         """Forget what has arrived: an object without a known length may be another one at the next try."""
-        self.chunks, self.done = [], 0
+        self._chunks, self._buffer, self.done = [], None, 0
 
     def start(self) -> None:
         """A connection is about to deliver: the floor is measured from now on."""
@@ -99,8 +102,26 @@ class Transfer:
 
     def add(self, chunk: bytes) -> None:
         """Keep a piece. Raises TooSlow when the last window brought less than the floor."""
-        self.chunks.append(chunk)
-        self.done += len(chunk)
+        if self._buffer is None:
+            self._chunks.append(chunk)
+        else:
+            self._buffer.getbuffer()[self.done : self.done + len(chunk)] = chunk
+        self._count(len(chunk))
+
+    def receive(self, connection: socket.socket, limit: int) -> None:
+        """Let a socket write up to `limit` further bytes in their place; fewer when it ends. Raises TooSlow."""
+        if self._buffer is None:
+            assert self.length is not None
+            self._buffer = io.BytesIO(bytes(self.length))  # becomes the result without a copy
+            self._buffer.getbuffer()[: self.done] = b"".join(self._chunks)
+            self._chunks = []
+        last = self.done + limit
+        with self._buffer.getbuffer() as view:
+            while self.done < last and (count := connection.recv_into(view[self.done : last])):
+                self._count(count)
+
+    def _count(self, count: int) -> None:
+        self.done += count
         now = time.monotonic()
         waited = now - self._since
         if waited >= self.options.floor_window_s:
@@ -112,8 +133,10 @@ class Transfer:
             self._since, self._done_then = now, self.done
 
     def content(self) -> bytes:
-        """All bytes so far, in order."""
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        """All bytes, in order, once nothing is missing."""
+        if self._buffer is not None:
+            return self._buffer.getvalue()
+        return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
 
 
 def with_retries(call: Callable[[], Result], options: StorageOptions, attempts: int | None = None) -> Result:

@@ -75,20 +75,13 @@ class Storage:
     def put(self, name: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         """Store an object so that readers see all of it or nothing. A Path is a file that is moved away.
 
-        Raises AlreadyExists (if_absent and the name is taken) or StorageError.
+        Raises AlreadyExists (if_absent, and the name is taken by another content) or StorageError.
         """
-        tries = 0
-
-        def once() -> None:
-            nonlocal tries
-            tries += 1
-            self.backend.put(name, data, if_absent)
-
         try:
-            self._retry("write", name, once)
+            self._retry("write", name, lambda: self.backend.put(name, data, if_absent))
         except AlreadyExists:
-            # A put whose answer was lost finds itself when it is repeated.
-            if tries == 1 or isinstance(data, Path) or self.read(name) != data:
+            # A put whose answer was lost finds itself when it, or the client below it, is repeated.
+            if isinstance(data, Path) or self.read(name) != data:
                 raise
 
     def read(self, name: str) -> bytes:

@@ -106,6 +106,24 @@ def test_another_range_than_asked_for_is_refused(client: RangeClient, server: Se
         read(client, 100, 10)
 
 
+def test_more_than_asked_for_is_refused(client: RangeClient, server: Server) -> None:
+    server.answers.append((206, {"Content-Range": "bytes 100-119/5120"}, CONTENT[100:120]))
+    with pytest.raises(ShortBody, match="20 bytes came instead of 10"):
+        read(client, 100, 10)
+    assert read(client, 100, 10) == CONTENT[100:110], "and the connection with the rest on it is not used again"
+
+
+def test_large_ranges_arrive_in_place(client: RangeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_ranges, "PIECE_BYTES", 1 << 13)  # the least that the response's buffer may hold
+    for length in (1, 100, 4000, len(CONTENT)):
+        assert read(client, 0, length) == CONTENT[:length]
+    transfer = Transfer(len(CONTENT), OPTIONS)
+    transfer.start()
+    transfer.add(CONTENT[:100])  # as an earlier connection has left it
+    client.read("object", 0, transfer)
+    assert transfer.content() == CONTENT
+
+
 def test_a_server_without_ranges_is_named(client: RangeClient, server: Server) -> None:
     server.answers.append((200, {}, CONTENT))
     with pytest.raises(StorageError, match="answers 200 to a GET with a Range header, wanted 206"):
