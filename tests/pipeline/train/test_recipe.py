@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
+from cache_store.disk_cache import DiskCacheOptions
 from cache_store.errors import CacheError
+from cache_store.exclusions import Exclusion, write_exclusions
+from cache_store.reader import CacheReader
+from cache_store.storage import open_storage
 from pipeline.config import Config
 from pipeline.errors import ConfigError
-from pipeline.train.recipe import check_cache, prepare_job
+from pipeline.train.recipe import check_cache, prepare_job, training_sources
 from tests.pipeline.train.rig import make_cache, make_config, make_target, mixed_masks
 
 
@@ -96,3 +100,32 @@ def test_missing_cache_is_one_clear_error(root: Path) -> None:
     config = make_config(root)
     with pytest.raises(CacheError, match="nowhere"):
         prepare_job(config.model_copy(update={"cache": config.cache.model_copy(update={"url": str(root / "nowhere")})}))
+
+
+def test_damaged_samples_are_replaced_without_touching_the_run(root: Path) -> None:
+    config = make_config(root)
+    storage = open_storage(config.cache.url)
+    reader = CacheReader(storage)
+    name = write_exclusions(storage, [Exclusion(reader.ids[4], reader.shard_of(4), "checksum")])
+    before, after = (prepare_job(with_cache(config, exclusions=value)) for value in (None, name))
+    assert after.recipe == before.recipe, "a run goes on from its checkpoint"
+    assert (after.num_samples, after.total_steps) == (before.num_samples, before.total_steps)
+    assert "1 damaged and replaced by others" in after.data[0]
+    assert "damaged" not in before.data[0]
+
+
+def test_storage_options_and_disk_cache_reach_the_sources(root: Path, tmp_path: Path) -> None:
+    kept = {"path": str(tmp_path / "kept"), "max_gb": 0.5}
+    config = with_cache(make_config(root), disk_cache=kept, storage={"attempts": 3})
+    (source,) = training_sources(config)
+    assert source.storage.options.attempts == 3
+    assert source.disk_cache == DiskCacheOptions(path=str(tmp_path / "kept"), max_gb=0.5)
+    prepare_job(config)
+    assert not (tmp_path / "kept").exists(), "the machine that only plans needs no such disk"
+    with pytest.raises(CacheError, match="cannot hold the largest sample"):
+        prepare_job(with_cache(config, disk_cache={**kept, "max_gb": 1e-8}))
+
+
+def with_cache(config: Config, **changes: Any) -> Config:
+    data = config.model_dump(mode="json")
+    return Config.model_validate(data | {"cache": {**data["cache"], **changes}})
