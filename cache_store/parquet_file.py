@@ -3,7 +3,7 @@
 A Parquet library would do, but none lets its caller choose how a page is compressed, and byte planes want frames of
 their own kind (`frame.literal_frames`): read 1.4 times as fast as those of zstd level 1, and written faster still
 (`python -m benchmarks.codecs build/bench/raw`). What is here is the part of the format that such files need: page
-headers and the footer in Thrift's compact encoding (parquet.thrift of Apache Parquet 2.6, whose names the comments use).
+headers and the footer in Thrift's compact encoding (comments use the names of Apache Parquet 2.6, parquet.thrift).
 """
 
 from __future__ import annotations
