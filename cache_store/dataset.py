@@ -23,6 +23,7 @@ from cache_store.packing import StepShare, StreamConfig, share_of_step
 from cache_store.prefetch import PrefetchGate
 from cache_store.reader import Verify
 from cache_store.schema import is_int
+from cache_store.slots import Slot, SlotPool
 
 FETCHES_AT_ONCE = 8
 """Ranged reads that one loader process keeps in flight (storage latency, not processor time)."""
@@ -64,6 +65,8 @@ class CacheBatch:
     """bfloat16 [B, T, L*D]: the captured layers of a token, ascending, one after another."""
     last_hidden_state: torch.Tensor
     """bfloat16 [B, T, D]; zero rows where the cache does not store it."""
+    slot: Slot | None = None
+    """In a loader process: the memory that holds the two tensors above."""
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -78,7 +81,7 @@ class CacheBatch:
         return replace(self, **{name: getattr(self, name).pin_memory() for name in _tensor_names()})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How a loader process hands a batch over: the states as one shared tensor, everything else by value.
+        """How a loader process hands a batch over: the states in memory that it lends, everything else by value.
 
         Every tensor that crosses costs a file descriptor and a connection, some 0.1 ms, whatever its size.
         """
@@ -86,32 +89,35 @@ class CacheBatch:
         small = {name: values[name].numpy() for name in _tensor_names() if name not in STATES}
         plain = {name: value for name, value in values.items() if name not in STATES}
         shapes = [tuple(values[name].shape) for name in STATES]
-        return _received, (_together(*(values[name] for name in STATES)), shapes, {**plain, **small})
+        states = self.slot or torch.cat([values[name].reshape(-1) for name in STATES])
+        return _received, (states, shapes, {**plain, **small, "slot": None})
 
 
 def _tensor_names() -> list[str]:
     return [field.name for field in fields(CacheBatch) if field.type == "torch.Tensor"]
 
 
-def _together(hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Both in one flat tensor; without a copy where they already lie so, one after the other in one memory."""
-    storage = hidden.untyped_storage()
-    if storage.data_ptr() == last.untyped_storage().data_ptr() and storage.nbytes() == hidden.nbytes + last.nbytes:
-        return torch.empty(0, dtype=hidden.dtype).set_(storage, 0, (hidden.numel() + last.numel(),), (1,))
-    return torch.cat([hidden.reshape(-1), last.reshape(-1)])
-
-
 def _apart(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two tensors of `_together`, as views."""
-    hidden, last = flat.split([math.prod(shape) for shape in shapes])
-    return hidden.view(shapes[0]), last.view(shapes[1])
+    """Two tensors that lie one after the other, as views."""
+    first, second = map(math.prod, shapes)
+    return flat[:first].view(shapes[0]), flat[first : first + second].view(shapes[1])
 
 
-def _received(flat: torch.Tensor, shapes: list[tuple[int, ...]], values: dict[str, Any]) -> CacheBatch:
+def _received(states: Slot | torch.Tensor, shapes: list[tuple[int, ...]], values: dict[str, Any]) -> CacheBatch:
     """The batch that `CacheBatch.__reduce__` took apart."""
     tensors = {name: torch.from_numpy(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+    flat = torch.from_numpy(states.map()).view(torch.bfloat16) if isinstance(states, Slot) else states
     hidden, last = _apart(flat, shapes)
     return CacheBatch(**{**values, **tensors}, hidden_states=hidden, last_hidden_state=last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """What one pass over a stream keeps."""
+
+    threads: ThreadPoolExecutor
+    slots: SlotPool | None
+    """In a loader process."""
 
 
 class TargetCacheStream(IterableDataset):
@@ -159,7 +165,8 @@ class TargetCacheStream(IterableDataset):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         samples = self.open()
         number = -1
-        with ThreadPoolExecutor(max_workers=FETCHES_AT_ONCE) as pool:
+        with ThreadPoolExecutor(max_workers=FETCHES_AT_ONCE) as threads:
+            tools = _Tools(threads, None if info is None else SlotPool())
             for step in range(self.next_step, self.config.num_steps):
                 share = share_of_step(self.config, len(samples), samples.tokens, step)
                 for micro in range(share.micro_batches):
@@ -169,7 +176,7 @@ class TargetCacheStream(IterableDataset):
                         return
                     if not mine:
                         continue
-                    batch = self._batch(samples, pool, share, (step, micro))
+                    batch = self._batch(samples, tools, share, (step, micro))
                     if micro + 1 == share.micro_batches:
                         self.next_step = step + 1
                     yield batch
@@ -191,9 +198,7 @@ class TargetCacheStream(IterableDataset):
         stored = samples.stored_bytes(share.epochs[places], share.positions[places])
         return len(rows) * longest * token_bytes(samples) + stored
 
-    def _batch(
-        self, samples: SampleSet, pool: ThreadPoolExecutor, share: StepShare, place: tuple[int, int]
-    ) -> CacheBatch:
+    def _batch(self, samples: SampleSet, tools: _Tools, share: StepShare, place: tuple[int, int]) -> CacheBatch:
         rows = self._rows(share, place[1])
         places = [document for row in rows for document in row]
         lengths = share.lengths[places]
@@ -203,7 +208,10 @@ class TargetCacheStream(IterableDataset):
         found = [samples.find(int(e), int(p)) for e, p in zip(epochs, positions, strict=True)]
         spec, shape = samples.spec, (len(rows), longest)
         states = [(*shape, spec.num_layers * spec.hidden_size), (*shape, spec.hidden_size)]
-        hidden, last = _apart(torch.empty(sum(map(math.prod, states)), dtype=torch.bfloat16), states)
+        num_bytes = 2 * sum(map(math.prod, states))
+        lent = tools.slots.take(num_bytes) if tools.slots is not None and num_bytes else None
+        memory = torch.empty(num_bytes, dtype=torch.uint8) if lent is None else torch.from_numpy(lent[1])
+        hidden, last = _apart(memory.view(torch.bfloat16), states)
         batch = CacheBatch(
             step=place[0],
             micro_index=place[1],
@@ -219,17 +227,19 @@ class TargetCacheStream(IterableDataset):
             documents=torch.full(shape, -1, dtype=torch.int64),
             hidden_states=hidden,
             last_hidden_state=last,
+            slot=None if lent is None else lent[0],
         )
         for row, documents in enumerate(rows):
             used = int(share.lengths[documents].sum())
             batch.hidden_states[row, used:] = 0  # the rest of these large tensors is written once, by the decoder
             batch.last_hidden_state[row, used:] = 0
+
         def fill(document: int) -> None:
             _fill(batch, document, *found[document])
 
         # A local file answers at once: threads would only fight for the interpreter.
         local = all(reader.storage.local_root is not None for reader, _ in found)
-        for _ in (map if local else pool.map)(fill, range(len(places))):
+        for _ in (map if local else tools.threads.map)(fill, range(len(places))):
             pass  # either hands on the first error of a document
         return batch
 
