@@ -130,8 +130,8 @@ class Breakdown:
 class SpeedSummary:
     """Speed-up η = T_target · τ / (T_draft + T_verify) and the times behind it, in seconds (DSpark §4).
 
-    In a batch a step's time is shared equally by the requests in it, with and without drafts, so the three times are
-    those of one request at the evaluation's batch size.
+    In a batch a step's time is shared equally by the requests in it, with and without drafts. All values are those of
+    the answers that the target decoded alone as well, in batches of the same size; so is this τ.
     """
 
     drafter: str
@@ -278,18 +278,22 @@ def _ratio(numerator_P: np.ndarray, denominator_P: np.ndarray, weights_RP: np.nd
 
 
 def summarise_speed(rounds: Sequence[RoundRow], decodes: Sequence[DecodeRow]) -> list[SpeedSummary]:
-    """η per (drafter, temperature) over all domains; groups without any measurement of the target are left out."""
-    target_times = {
-        temperature: _target_time([d for d in decodes if d.drafter == TARGET_ALONE and d.temperature == temperature])
-        for temperature in dict.fromkeys(d.temperature for d in decodes)
-    }
+    """η per (drafter, temperature) over all domains; groups without any measurement of the target are left out.
+
+    Only answers that the target decoded alone as well enter: those met every decoder in batches of the same size.
+    """
+    alone = {_answer(d): d for d in decodes if d.drafter == TARGET_ALONE}
+    compared = [row for row in rounds if _answer(row) in alone]
     summaries = []
-    for drafter, temperature in dict.fromkeys((row.drafter, row.temperature) for row in rounds):
-        seconds, tokens = target_times.get(temperature, (0.0, 0))
+    for drafter, temperature in dict.fromkeys((row.drafter, row.temperature) for row in compared):
+        group = (drafter, temperature)
+        own = [d for d in alone.values() if d.temperature == temperature]
+        tokens = sum(len(d.output_ids) - 1 for d in own)  # the first token of an answer comes from prefill
         if not tokens:
             continue
-        mine = [d for d in decodes if (d.drafter, d.temperature) == (drafter, temperature)]
-        emitted = [row.emitted for row in rounds if (row.drafter, row.temperature) == (drafter, temperature)]
+        mine = [d for d in decodes if (d.drafter, d.temperature) == group and _answer(d) in alone]
+        emitted = [row.emitted for row in compared if (row.drafter, row.temperature) == group]
+        target = sum(d.verify_seconds for d in own) / tokens
         draft = sum(d.draft_seconds for d in mine) / len(emitted)
         verify = sum(d.verify_seconds for d in mine) / len(emitted)
         tau = sum(emitted) / len(emitted)
@@ -297,20 +301,19 @@ def summarise_speed(rounds: Sequence[RoundRow], decodes: Sequence[DecodeRow]) ->
             SpeedSummary(
                 drafter=drafter,
                 temperature=temperature,
-                target_seconds_per_token=seconds / tokens,
+                target_seconds_per_token=target,
                 draft_seconds_per_round=draft,
                 verify_seconds_per_round=verify,
                 accepted_length=tau,
-                speedup=speedup(seconds / tokens, tau, draft, verify),
+                speedup=speedup(target, tau, draft, verify),
                 target_tokens=tokens,
             )
         )
     return summaries
 
 
-def _target_time(decodes: Sequence[DecodeRow]) -> tuple[float, int]:
-    """(seconds, tokens) of plain decoding after each answer's first token, which prefill gives."""
-    return sum(d.verify_seconds for d in decodes), sum(len(d.output_ids) - 1 for d in decodes)
+def _answer(row: RoundRow | DecodeRow) -> tuple[float, str, int]:
+    return row.temperature, row.prompt_id, row.turn
 
 
 def speedup(target: float, accepted_length: float, draft: float, verify: float) -> float:

@@ -113,8 +113,15 @@ class PromptDecoder:
 
         The first drafter's answers are the history of later turns, for all decoders. A turn that the template refuses,
         that leaves no room, or whose predecessor was cut, ends its prompt: it and the turns behind it are listed in
-        `rejected`.
+        `rejected`. Tasks with baselines go first and by themselves, so that every decoder meets them in batches of the
+        same size: only then do times compare.
         """
+        for chosen in (True, False):
+            group = [task for task in tasks if task.with_baselines is chosen]
+            if group:
+                yield from self._run(group, chat)
+
+    def _run(self, tasks: Sequence[EvalTask], chat: Chat) -> Iterator[TaskResult]:
         reached: list[Turn] = []
         waiting: list[Turn] = []
         answers: dict[str, list[str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model.decoding.calibration import Calibration, PositionQuality, Quality
+from model.decoding.calibration import LEAST_REACHED, Calibration, PositionQuality, Quality
 from pipeline.acceptance import ALL_DOMAINS, AcceptanceSummary, Estimate, PositionRate
 from pipeline.report import EvaluationReport
 
@@ -26,11 +26,14 @@ _NOTE_SWEEP = (
 )
 _NOTE_SPEED = (
     "rate: verified drafts that were accepted. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per "
-    "token of the target alone, per draft and per verification; a batch's times are shared by the requests in it."
+    "token of the target alone, per draft and per verification, all of them (and this τ) of the answers that the target "
+    "decoded alone as well, in batches of the same size, whose times the requests share."
 )
 _NOTE_CALIBRATION = (
     "a_k: product of the confidences up to k, against the survival of the prefix; c_k: one confidence, against "
-    "acceptance given that the drafts before it were accepted. Before → after, on rounds kept out of the fit."
+    "acceptance given that the drafts before it were accepted, over so many rounds that reached it. Before → after, on "
+    f"rounds kept out of the fit. A position that fewer than {LEAST_REACHED} rounds of the fit reached has the "
+    "temperature of the one before."
 )
 
 
@@ -180,7 +183,7 @@ def calibration_table(calibration: Calibration) -> TextTable:
         (
             str(before.position),
             f"{temperature:.2f}",
-            f"{before.prefix.count:,}" if before.prefix else "0",
+            f"{before.conditional.count:,}" if before.conditional else "0",
             _change(before.prefix, after.prefix, "ece"),
             _change(before.prefix, after.prefix, "brier"),
             _change(before.conditional, after.conditional, "ece"),
@@ -190,7 +193,7 @@ def calibration_table(calibration: Calibration) -> TextTable:
             calibration.temperatures, calibration.before, calibration.after, strict=True
         )
     ]
-    columns = ("position", "T_k", "rounds", "ECE of a_k", "Brier of a_k", "ECE of c_k", "AUROC of c_k")
+    columns = ("position", "T_k", "reached", "ECE of a_k", "Brier of a_k", "ECE of c_k", "AUROC of c_k")
     return TextTable("Calibration", columns, tuple(rows), _NOTE_CALIBRATION)
 
 

@@ -23,6 +23,8 @@ from model.errors import CalibrationError
 
 VERSION = 1
 BINS = 15
+LEAST_REACHED = 50
+"""Rounds that must come to a position for a temperature of its own."""
 _LOWEST, _HIGHEST = 0.1, 10.0
 _COARSE, _FINE = 61, 41
 # float32 confidences saturate; what is as good as certain keeps a finite logit.
@@ -47,6 +49,13 @@ class Rounds:
             raise CalibrationError(f"rounds of shapes {sorted(shapes)}; wanted one [rounds, positions], not empty")
         if not bool(((self.confidences_NK >= 0) & (self.confidences_NK <= 1)).all()):
             raise CalibrationError("confidences outside [0, 1]; wanted probabilities, not logits")
+
+    @property
+    def reached_K(self) -> list[int]:
+        """Rounds that came to each position: all drafts before it accepted, and its own verified."""
+        before = torch.ones_like(self.survived_NK)
+        before[:, 1:] = self.survived_NK[:, :-1]
+        return (before & self.known_NK).sum(dim=0).tolist()
 
     @classmethod
     def from_counts(
@@ -166,19 +175,22 @@ class _Scores(NamedTuple):
 
 
 def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:
-    """Sequential Temperature Scaling, one temperature per position; 1 where survival was never decided."""
+    """Sequential Temperature Scaling, one temperature per position.
+
+    Where fewer than LEAST_REACHED rounds came, the temperature of the position before is the best guess (1 at first).
+    """
     logits_NK = _logits(rounds.confidences_NK)
     product_N = torch.ones(len(logits_NK), dtype=torch.float64)
-    temperatures = []
-    for k in range(logits_NK.shape[1]):
-        known = rounds.known_NK[:, k]
-        found = 1.0
-        if bool(known.any()):
+    temperatures = [1.0]
+    for k, reached in enumerate(rounds.reached_K):
+        found = temperatures[-1]
+        if reached >= LEAST_REACHED:
+            known = rounds.known_NK[:, k]
             before, logits, events = product_N[known], logits_NK[known, k], rounds.survived_NK[known, k].double()
             found = _minimise(partial(_scores_at, before, logits, events))
         temperatures.append(found)
         product_N = product_N * torch.sigmoid(logits_NK[:, k] / found)
-    return tuple(temperatures)
+    return tuple(temperatures[1:])
 
 
 def _scores_at(before_N: Tensor, logits_N: Tensor, events_N: Tensor, temperatures_S: Tensor) -> _Scores:
@@ -216,7 +228,7 @@ def _minimise(scores: Callable[[Tensor], _Scores]) -> float:
         eligible = found.ece <= torch.maximum(found.ece.min(), found.chance)
         best = float(grid[found.brier.masked_fill(~eligible, torch.inf).argmin()])
         step = float(grid[1] - grid[0])
-        low, high = best - step, best + step
+        low, high = max(low, best - step), min(high, best + step)
     return math.exp(best)
 
 

@@ -161,6 +161,15 @@ def test_speed_up_uses_times_per_round_and_per_token() -> None:
     assert summarise_speed([make_round(1, temperature=1.0)], [target, spoken]) == []
 
 
+def test_speed_up_compares_only_answers_that_the_target_decoded_too() -> None:
+    target = make_decode(TARGET_ALONE, (1, 2, 3, 4, 5), verify_seconds=0.4, draft_seconds=0.0, rounds=0)
+    spoken = make_decode("trained", (1, 2, 3, 4, 5), draft_seconds=0.1, verify_seconds=0.2)
+    # Another prompt, decoded in a larger batch: cheaper rounds, and more accepted.
+    other = make_decode("trained", (1, 2, 3, 4, 5), prompt_id="p1", draft_seconds=0.001, verify_seconds=0.001)
+    rounds = [make_round(1), make_round(1), make_round(3, prompt="p1")]
+    assert summarise_speed(rounds, [target, spoken, other]) == summarise_speed(rounds[:2], [target, spoken])
+
+
 def test_greedy_check_counts_and_locates_differences() -> None:
     decodes = [
         make_decode(TARGET_ALONE, (1, 2, 3)),

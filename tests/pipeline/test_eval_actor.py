@@ -172,6 +172,16 @@ def test_later_turns_continue_the_answer_or_are_counted_as_missing(exported: Eva
     assert sum(part.done for part in parts) == count_answers(tasks[:1], 2)
 
 
+def test_tasks_with_baselines_are_decoded_by_themselves_and_first(exported: EvalRecipe) -> None:
+    tasks = [EvalTask(make_prompt(number), 0.0, with_baselines=number % 2 == 1) for number in range(4)]
+    decodes = [d for part in EvalActor(exported).run(tasks) for d in part.decodes]
+    order = [(d.drafter, d.prompt_id) for d in decodes]
+    alone = {(TRAINED, "p0"), (TRAINED, "p2")}
+    assert set(order[-2:]) == alone
+    assert not alone & set(order[:-2])
+    assert len(order) == 2 * 3 + 2
+
+
 def test_a_later_turns_context_is_the_first_drafters_answer(exported: EvalRecipe) -> None:
     chat = Chat(tokenizer_of(exported.target), {}, tuple(range(VOCAB)))
     task = EvalTask(make_prompt(0, "one", "two"), 0.0, with_baselines=True)

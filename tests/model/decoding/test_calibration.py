@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from model.decoding.calibration import (
     BINS,
+    LEAST_REACHED,
     Calibration,
     Rounds,
     expected_calibration_error,
@@ -74,8 +75,19 @@ def test_what_was_not_decided_does_not_count() -> None:
     partial = Rounds(rounds.confidences_NK, rounds.survived_NK, known)
     assert fit_temperatures(partial) == fit_temperatures(Rounds(rounds.confidences_NK, spoiled, known))
     nothing = Rounds(rounds.confidences_NK, rounds.survived_NK, known & (torch.arange(K) < 4))
-    assert fit_temperatures(nothing)[4] == 1.0
+    assert fit_temperatures(nothing)[4] == fit_temperatures(nothing)[3]
     assert measure_positions(nothing)[4].prefix is None
+
+
+def test_a_position_that_hardly_any_round_reached_takes_the_temperature_before() -> None:
+    rounds = synthetic(4000, factor=2.0, seed=6)
+    few = torch.arange(4000) < LEAST_REACHED - 1
+    survived = rounds.survived_NK & (few[:, None] | (torch.arange(K) < 2))  # position 4 is reached by fewer still
+    fitted = fit_temperatures(Rounds(rounds.confidences_NK, survived, rounds.known_NK))
+    assert fitted[2] != fitted[1]
+    assert fitted[3] == fitted[4] == fitted[2]
+    nowhere = Rounds(rounds.confidences_NK[:9], rounds.survived_NK[:9], rounds.known_NK[:9])
+    assert fit_temperatures(nowhere) == (1.0,) * K
 
 
 def test_rounds_from_counts_know_what_verification_decided() -> None:

@@ -146,7 +146,8 @@ def test_a_flat_distribution_needs_more_than_the_candidates() -> None:
         largest = row.sort(descending=True).values.cumsum(0)
         assert float(largest[count - 1]) >= 0.9 - 1e-6
         assert float(largest[count - 2]) < 0.9 + 1e-6
-    assert int((kept[0] > 0).sum()) > 3000 > 512 > int((kept[1] > 0).sum())
+    assert int((kept[0] > 0).sum()) > 3000
+    assert int((kept[1] > 0).sum()) < 512
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": 0}])
