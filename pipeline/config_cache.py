@@ -57,6 +57,8 @@ class DataSection(Section):
 
     held_out_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of conversations, chosen by a hash of their ids, that training never sees (of every cache)."""
+    held_out_samples: int = Field(default=256, gt=0)
+    """Of those, how many are measured with every checkpoint: metrics held_out_loss, held_out_tau, ..."""
     sample_fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the remaining conversations to train on; a smaller share is a subset of a larger one."""
     max_tokens: int | None = Field(default=None, gt=0)

@@ -75,6 +75,8 @@ class LoopParts:
     """(steps done, steps skipped) -> share of trainable tensors unchanged since step 0; a collective."""
     log: Callable[[int, dict[str, float]], None]
     """(steps done, values); called on every rank with the same values."""
+    held_out: Callable[[Engine], dict[str, float]] | None = None
+    """Metrics on held-out samples, taken with every checkpoint; a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class TrainingLoop:
         self._skipped = config.start_skipped
         self._norm = 0.0
         self._unchanged: float | None = None
+        self._held_out: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._interval = _Interval()
 
@@ -143,9 +146,17 @@ class TrainingLoop:
             done, last = step + 1, step + 1 == config.total_steps
             if last or done % config.checkpoint_every == 0:
                 self._unchanged = self._parts.save(done, self._skipped)
+                self._measure_held_out()
             if last or done % config.log_every == 0:
                 self._log(done)
         return LoopResult(config.total_steps, self._skipped, None, self._last)
+
+    def _measure_held_out(self) -> None:
+        if self._parts.held_out is None:
+            return
+        started = time.perf_counter()
+        self._held_out = self._parts.held_out(self._parts.engine)
+        self._interval.started += time.perf_counter() - started  # no time of training
 
     def _step(self, step: int) -> tuple[str | None, bool]:
         """One optimizer step: (this rank's failure, whether any rank failed)."""
@@ -200,6 +211,7 @@ class TrainingLoop:
             "lr": self._parts.lr_at(done - 1),
             "grad_norm": self._norm,
             "skipped_steps": float(self._skipped),
+            **self._held_out,
         }
         if self._unchanged is not None:
             values["unchanged_tensors_share"] = self._unchanged

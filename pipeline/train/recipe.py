@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_store.errors import CacheIncomplete
 from cache_store.identity import fingerprint
 from cache_store.mixture import SampleSet, Source, describe
 from cache_store.reader import CacheReader
@@ -58,6 +59,9 @@ class TrainingJob:
     config: Config
     sources: tuple[Source, ...]
     """Caches to train on, what is taken of each, and how often."""
+    held_out: tuple[Source, ...]
+    """The other side of the split; empty when nothing is held out."""
+    num_held_out: int
     drafter: DrafterConfig
     loss: LossConfig
     cache: CacheSpec
@@ -106,6 +110,7 @@ def prepare_job(config: Config) -> TrainingJob:
     """
     sources = training_sources(config)
     samples = SampleSet(sources, verify=config.cache.verify)
+    held_out, num_held_out = _held_out(config)
     drafter = drafter_config(config)
     check_cache(samples.spec, drafter, config.cache.url)
     training = config.training
@@ -121,6 +126,8 @@ def prepare_job(config: Config) -> TrainingJob:
     return TrainingJob(
         config=absolute,
         sources=sources,
+        held_out=held_out,
+        num_held_out=num_held_out,
         drafter=drafter,
         loss=LossConfig(**training.loss.model_dump(), rows_per_chunk=training.loss_rows_per_chunk),
         cache=samples.spec,
@@ -131,6 +138,20 @@ def prepare_job(config: Config) -> TrainingJob:
         | ({"drafter.draft_vocab": draft_vocab.digest} if draft_vocab else {}),
         draft_vocab=draft_vocab,
     )
+
+
+def _held_out(config: Config) -> tuple[tuple[Source, ...], int]:
+    """The held-out samples of all caches, and how many there are. Raises ConfigError when the split leaves none."""
+    if config.training.data.held_out_fraction == 0.0:
+        return (), 0
+    sources = training_sources(config, "held_out")
+    try:
+        return sources, len(SampleSet(sources, verify="never"))
+    except CacheIncomplete as error:
+        raise ConfigError(
+            f"training.data.held_out_fraction {config.training.data.held_out_fraction} holds out no sample; raise it, "
+            "or set it to 0"
+        ) from error
 
 
 def _draft_vocab(config: Config, drafter: DrafterConfig, reader: CacheReader) -> DraftVocabulary | None:
@@ -181,7 +202,7 @@ def training_sources(config: Config, split: Split = "train") -> tuple[Source, ..
                 max_tokens=data.max_tokens,
                 domains=one.domains,
             ),
-            weight=one.weight,
+            weight=one.weight if split == "train" else 1.0,
             masks=one.masks,
             exclusions=one.exclusions,
             disk_cache=cache.disk_cache,

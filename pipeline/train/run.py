@@ -53,15 +53,18 @@ class TrainReport:
         first = "was finished already, nothing to do" if self.already_finished else "finished"
         tau, loss = self.metrics.get("tau"), self.metrics.get("loss")
         measured = f"expected accepted length {tau:.3f} (loss {loss:.4f})" if tau and loss else "no metrics were logged"
-        warnings = []
+        notes = []
+        held_out = self.metrics.get("held_out_tau"), self.metrics.get("held_out_loss")
+        if held_out[0] and held_out[1]:
+            notes.append(f"  held out    expected accepted length {held_out[0]:.3f} (loss {held_out[1]:.4f})")
         if self.skipped:
-            warnings.append(f"  skipped     {self.skipped} steps had no supervised token")
+            notes.append(f"  skipped     {self.skipped} steps had no supervised token")
         if self.unchanged:
-            warnings.append(f"  warning     {len(self.unchanged)} tensors never moved: {', '.join(self.unchanged)}")
+            notes.append(f"  warning     {len(self.unchanged)} tensors never moved: {', '.join(self.unchanged)}")
         return "\n".join(
             [
                 f"Training {first}: {self.steps} steps, {measured} on the last logged training batches",
-                *warnings,
+                *notes,
                 f"  drafter     {self.drafter}",
                 f"  metrics     {self.output / METRICS}, {self.output / 'tensorboard'}",
                 f"  checkpoints {self.output / 'checkpoints'}",

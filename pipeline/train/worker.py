@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ from pipeline.train.checkpoint import (
     unchanged_tensors,
     write_atomically,
 )
-from pipeline.train.loop import LoopConfig, LoopParts, LoopResult, TrainingLoop
+from pipeline.train.held_out import HeldOut
+from pipeline.train.loop import Engine, LoopConfig, LoopParts, LoopResult, TrainingLoop
 from pipeline.train.metrics import MetricsWriter
 from pipeline.train.recipe import TrainingJob
 from pipeline.train.schedule import lr_at
@@ -231,6 +233,7 @@ def _loop(job: TrainingJob, engine: TrainEngine, ranks: Ranks, state: Checkpoint
         lr_at=functools.partial(lr_at, total=job.total_steps, peak=training.lr, warmup_ratio=training.warmup_ratio),
         save=saver.save,
         log=log,
+        held_out=_held_out(job, stream, config, ranks),
     )
     try:
         return TrainingLoop(config, parts).run()
@@ -252,8 +255,21 @@ def _batches(job: TrainingJob, config: StreamConfig, ranks: Ranks) -> Iterator[C
 
 
 def _planner(job: TrainingJob, stream: StreamConfig) -> StepPlanner:
-    recipe = AnchorRecipe(drafter=job.drafter, num_anchors=job.training.num_anchors, decay_gamma=job.loss.decay_gamma)
-    return StepPlanner(SampleSet(job.sources, verify="never"), stream, recipe)  # the index alone
+    return StepPlanner(SampleSet(job.sources, verify="never"), stream, _anchor_recipe(job))  # the index alone
+
+
+def _anchor_recipe(job: TrainingJob) -> AnchorRecipe:
+    return AnchorRecipe(drafter=job.drafter, num_anchors=job.training.num_anchors, decay_gamma=job.loss.decay_gamma)
+
+
+def _held_out(
+    job: TrainingJob, stream: StreamConfig, config: LoopConfig, ranks: Ranks
+) -> Callable[[Engine], dict[str, float]] | None:
+    if not job.held_out:
+        return None
+    samples = min(job.num_held_out, job.training.data.held_out_samples)
+    one_step = dataclasses.replace(stream, global_batch_size=samples, start_step=0, num_steps=1)
+    return HeldOut(job.held_out, one_step, _anchor_recipe(job), config, ranks.total).measure
 
 
 def _finish(job: TrainingJob, result: LoopResult, failures: list[str]) -> None:

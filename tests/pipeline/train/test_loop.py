@@ -121,6 +121,7 @@ class Rig:
         self.silent: set[int] = settings.get("silent", set())
         self.other_ranks_fail_at: int | None = settings.get("other_ranks_fail_at")
         self.counts: dict[int, int] = settings.get("counts", {})
+        self.held_out: Any = None
         self.saved: list[tuple[int, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.read: list[tuple[int, int]] = []
@@ -157,6 +158,7 @@ class Rig:
             lr_at=lambda step: 0.1 * (step + 1),
             save=lambda step, skipped: self.saved.append((step, skipped)) or 0.25,  # type: ignore[func-returns-value]
             log=lambda step, values: self.logged.append((step, values)),
+            held_out=self.held_out,
         )
         return TrainingLoop(self.config, parts).run()
 
@@ -247,3 +249,18 @@ def test_failure_of_another_rank_stops_this_one_at_the_same_step() -> None:
     assert result.step == 3
     assert "another rank" in result.failure
     assert rig.saved == []
+
+
+def test_held_out_samples_are_measured_with_every_checkpoint() -> None:
+    measured: list[int] = []
+    rig = Rig()
+
+    def held_out(engine: Any) -> dict[str, float]:
+        measured.append(len(engine.rates))
+        return {"held_out_loss": float(len(measured))}
+
+    rig.held_out = held_out
+    rig.run()
+    assert measured == [4, 6]
+    assert "held_out_loss" not in rig.logged[0][1]
+    assert rig.logged[1][1]["held_out_loss"] == 2.0
