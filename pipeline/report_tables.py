@@ -26,8 +26,8 @@ _NOTE_SWEEP = (
 )
 _NOTE_SPEED = (
     "rate: verified drafts that were accepted. Speed-up η = T_target · τ / (T_draft + T_verify): milliseconds per "
-    "token of the target alone, per draft and per verification, all of them (and this τ) of the answers that the target "
-    "decoded alone as well, in batches of the same size, whose times the requests share."
+    "token of the target alone, per draft and per verification, all of them (and this τ) of the answers that the "
+    "target decoded alone as well, in batches of the same size, whose times the requests share."
 )
 _NOTE_CALIBRATION = (
     "a_k: product of the confidences up to k, against the survival of the prefix; c_k: one confidence, against "
