@@ -77,8 +77,10 @@ def plot_sweep(report: EvaluationReport) -> Figure:
         color = COLORS[index % len(COLORS)]
         x, y = [point.verified for point in points], [point.accepted_length for point in points]
         axes.plot(x, y, "o-", color=color, ms=4, label=f"temperature {temperature:g}")
+        labelled = float("inf")
         for point in points:
-            if point.threshold in _LABELLED:
+            if point.threshold in _LABELLED and labelled - point.verified > 0.03 * report.block_size:
+                labelled = point.verified
                 place = (point.verified, point.accepted_length)
                 axes.annotate(
                     f"{point.threshold:g}", place, (3, -11), textcoords="offset points", fontsize=8, color=color

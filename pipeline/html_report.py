@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT_JSON, REPORT_HTML, CALIBRATION = "report.json", "report.html", "calibration.json"
+_DRAWN = {"domains", "positions", "sweep", "speed", "calibration"}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --soft: #5f6368; --line: #dadce0; --page: #fff; --card: #f6f7f9;
   --bad: #b3261e; --good: #1b6e3c; }
@@ -118,6 +119,8 @@ def draw_pictures(report: EvaluationReport, calibration: Calibration | None, fol
         figures["speed"] = (plot_speed(report), "Milliseconds per token, the target alone and with drafts")
     if calibration is not None:
         figures["calibration"] = (plot_reliability(calibration), "Reliability before and after calibration")
+    for name in _DRAWN - figures.keys():  # of an earlier evaluation in the same folder
+        (folder / f"{name}.png").unlink(missing_ok=True)
     return {
         name: Picture(save_png(figure, folder / f"{name}.png"), caption) for name, (figure, caption) in figures.items()
     }

@@ -80,7 +80,7 @@ def _position_table(report: EvaluationReport) -> TextTable:
             cells = [f"{other.conditional.value:.2f}" if other and other.conditional else "-" for other in others]
             survival = f"{rate.unconditional.value:.2f}"
             rows.append(
-                (f"{temperature:g}", str(k + 1), _estimate(rate.conditional), str(rate.reached), survival, *cells)
+                (f"{temperature:g}", str(k + 1), _estimate(rate.conditional), f"{rate.reached:,}", survival, *cells)
             )
     columns = ("T", "position", "conditional", "rounds", "survival", *(f"{d}: conditional" for d in drafters[1:]))
     title = f"Acceptance by position, {drafters[0]} drafter, all domains"

@@ -105,6 +105,7 @@ def test_a_simulation_draws_itself_into_the_page(simulation: Callable[..., Confi
 
 def test_a_report_without_sweep_speed_or_greedy_has_a_page(make_config: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(make_report(sweep=(), speed=(), greedy=(), agreement=None).to_json())
+    (tmp_path / "speed.png").write_bytes(b"an earlier evaluation's")
     assert "Confidence threshold" not in page(make_config(), tmp_path).titles
     assert not (tmp_path / "speed.png").exists()
 
