@@ -106,7 +106,9 @@ def repair_cache(
     dropped, blind = _drop(mender, report, records)
     kept = [record for record in records if record.name not in dropped]
     remaining = {sample.sample_id for record in kept for sample in record.samples}
-    evidence |= {sample.sample_id for record in records for sample in record.samples}
+    # An id that its shard does not confirm may be a damaged record's invention.
+    doubtful = {finding.sample_id for finding in report.findings if finding.kind == "id-mismatch"}
+    evidence |= {sample.sample_id for record in records for sample in record.samples} - doubtful
     rejected = _rejected_ids(storage, report)
     lost = tuple(sorted(evidence - remaining - rejected))
     damaged_seal = [finding for finding in report.findings if finding.kind in SEAL_DAMAGE or finding.name == MANIFEST]

@@ -13,7 +13,7 @@ from cache_store.manifest import MANIFEST, SPEC
 from cache_store.reader import CacheReader
 from cache_store.repair import exclude_damage, repair_cache
 from cache_store.storage import Storage, open_storage
-from cache_store.writer import CacheWriter, create_cache
+from cache_store.writer import CacheWriter, create_cache, record_name
 from tests.cache_store.samples import make_sample, make_spec
 from tests.cache_store.survival import check_whole, put_right, same_build
 
@@ -126,6 +126,15 @@ def test_settings_that_no_shard_was_written_under(storage: Storage) -> None:
     assert report.lost == ()
     assert len(Ledger(storage).records()) > 1, "no shard was dropped for a wrong cache.json"
     assert same_build(storage, SPEC_OF_TEST, COUNT) == []
+
+
+def test_an_id_that_only_a_damaged_record_knows_is_not_lost(storage: Storage) -> None:
+    record = Ledger(storage).records()[0]
+    name, wrong = record_name(record.name), record.samples[0].sample_id
+    storage.put(name, storage.read(name).replace(wrong.encode(), b"r9999"))
+    report = repair_cache(storage)
+    assert report.lost == tuple(sorted(sample.sample_id for sample in record.samples))
+    put_right(storage, SPEC_OF_TEST, COUNT)
 
 
 def test_quick_repair_reads_no_shard(storage: Storage) -> None:
