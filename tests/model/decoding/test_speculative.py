@@ -322,6 +322,43 @@ def test_verifier_and_draft_cache_stay_in_step() -> None:
     assert verifier.rows == [], "a finished request leaves nothing behind"
 
 
+def test_prompts_are_read_together_within_a_budget_of_padded_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, drafter, heads = toy(3, seed=7)
+    reads: list[list[int]] = []
+    add = verifier.add
+    monkeypatch.setattr(verifier, "add", lambda prompts: reads.append([len(p) for p in prompts]) or add(prompts))
+    monkeypatch.setattr("model.decoding.speculative.PREFILL_TOKENS", 8)
+    requests = [Request([1] * length) for length in (3, 2, 4, 20, 1)]
+    decoder = BatchDecoder(verifier, BlockDrafter(drafter, heads), greedy(max_new_tokens=4), batch_size=4)
+    decode_all(decoder, requests)
+    assert reads == [[3, 2], [4], [20], [1]]  # [3, 2, 4] would be 12 padded tokens; the last waits for a place
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    verifier, _, _ = toy(3, seed=7)
+    with pytest.raises(DecodingError, match="empty prompt"):
+        BatchDecoder(verifier, None, greedy(), batch_size=1).submit(Request([]))
+
+
+def test_a_schedule_decides_how_many_drafts_are_verified() -> None:
+    verifier, drafter, heads = toy(3, seed=7)
+    seen: list[tuple[int, ...]] = []
+
+    def schedule(confidences_BK: Tensor) -> list[int]:
+        seen.append(tuple(confidences_BK.shape))
+        return [row % 2 for row in range(len(confidences_BK))]
+
+    config = greedy(max_new_tokens=6)
+    block = BlockDrafter(drafter, heads)
+    results = decode_all(
+        BatchDecoder(verifier, block, config, batch_size=2, schedule=schedule), [Request([1]), Request([2])]
+    )
+    assert [r.output_ids for r in results] == [target_decode(verifier, [t], config).output_ids for t in (1, 2)]
+    assert {r.proposed for r in results[0].rounds} == {0}
+    assert 1 in {r.proposed for r in results[1].rounds}
+    assert all(shape[1] == 3 for shape in seen)
+
+
 def test_stop_token_from_prefill_needs_no_round() -> None:
     verifier, drafter, heads = toy(3, seed=7)
     first = int(verifier.table[2].argmax())
