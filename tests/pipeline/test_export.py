@@ -97,6 +97,7 @@ def test_a_reduced_vocabulary_carries_its_mapping_and_its_rows(
     target = load_target_heads(run.config.target.path, dtype=None)
     ids = tensors["d2t"] + torch.arange(400)
     assert ids.tolist() == list(run.job.draft_vocab.ids)  # type: ignore[union-attr]
+    assert ids[-1] > 399  # not simply the first 400
     assert torch.equal(tensors["lm_head.weight"], target.lm_head_VD[ids])
     assert tensors["markov_head.markov_w1.weight"].shape == (VOCAB, 8)
     assert tensors["markov_head.markov_w2.weight"].shape == (400, 8)

@@ -87,7 +87,7 @@ def make_cache(
             writer.write(
                 TargetSample(
                     sample_id=f"s{number:02d}",
-                    input_ids=rng.integers(0, VOCAB, len(mask)).astype(np.int32),
+                    input_ids=rng.integers(0, vocab_size, len(mask)).astype(np.int32),
                     loss_mask=mask,
                     hidden_states=bf16_bits(rng.normal(size=(len(layer_ids), len(mask), HIDDEN))),
                     last_hidden_state=bf16_bits(scale * rng.normal(size=(len(mask), HIDDEN)).clip(-3, 3)),
