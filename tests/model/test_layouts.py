@@ -187,6 +187,16 @@ def test_the_eagle3_layout_has_its_own_rules() -> None:
         config_from_json(data, source="here")
 
 
+def test_transformers_keeps_the_window_only_where_layers_slide() -> None:
+    """vLLM reads the window from transformers' config class, which drops it unless use_sliding_window is set."""
+    from transformers import Qwen3Config
+
+    sliding = drafter_config(sliding_window=8, layer_types=("sliding_attention", "full_attention"))
+    for config, window in ((sliding, 8), (drafter_config(), None)):
+        read = Qwen3Config(**config_json(config, dtype=torch.bfloat16))
+        assert (read.sliding_window, read.layer_types) == (window, list(config.layer_types))
+
+
 def sglang_requires(data: dict[str, Any], target_layers: int, target_vocab: int) -> list[str]:
     """What SGLang's readers insist on, restated from their behaviour; empty when they are content."""
     if data["architectures"] == ["Qwen3DSparkModel"]:
@@ -215,16 +225,6 @@ def sglang_requires(data: dict[str, Any], target_layers: int, target_vocab: int)
         dflash(),
     ],
 )
-def test_transformers_keeps_the_window_only_where_layers_slide() -> None:
-    """vLLM reads the window from transformers' config class, which drops it unless use_sliding_window is set."""
-    from transformers import Qwen3Config
-
-    sliding = drafter_config(sliding_window=8, layer_types=("sliding_attention", "full_attention"))
-    for config, window in ((sliding, 8), (drafter_config(), None)):
-        read = Qwen3Config(**config_json(config, dtype=torch.bfloat16))
-        assert (read.sliding_window, read.layer_types) == (window, list(config.layer_types))
-
-
 def test_what_sglang_insists_on_is_there(config: DrafterConfig) -> None:
     assert sglang_requires(config_json(config, dtype=torch.bfloat16), 8, 199) == []
     with_embedding = drafter_config(target_layer_ids=(-1, 3))
