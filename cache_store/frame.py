@@ -1,7 +1,4 @@
-"""A plane that is still compressed: decompressed when its states are wanted, into memory that its thread keeps.
-
-Fresh memory for every plane would cost as much as a quarter of the decompression (the kernel clears each page).
-"""
+"""A plane that is still compressed: decompressed when its states are wanted, and only for as long."""
 
 from __future__ import annotations
 
@@ -31,21 +28,19 @@ class Frame:
         return self.content_bytes - self.skip
 
     def open(self) -> np.ndarray:
-        """The plane, uint8; valid until this thread opens the next one. Raises CacheError for a damaged frame."""
+        """The plane, uint8. Raises CacheError for a damaged frame."""
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
-            _local.scratch = np.empty(0, np.uint8)
-        if len(_local.scratch) < self.content_bytes:
-            _local.scratch = np.empty(self.content_bytes, np.uint8)
-        content: np.ndarray = _local.scratch[: self.content_bytes]
+        if not self.content_bytes:
+            return np.empty(0, np.uint8)
         try:
-            with _local.decompressor.stream_reader(self.data) as stream:
-                found = stream.readinto(content.data) if self.content_bytes else 0
+            # In one call: its streams, which could fill memory that is kept, take a third longer.
+            content = _local.decompressor.decompress(self.data)
         except zstandard.ZstdError as error:
             raise CacheError(f"damaged zstd frame: {error}") from error
-        if found != self.content_bytes:
-            raise CacheError(f"zstd frame of {found} bytes, wanted {self.content_bytes}")
-        return content[self.skip :]
+        if len(content) != self.content_bytes:
+            raise CacheError(f"zstd frame of {len(content)} bytes, wanted {self.content_bytes}")
+        return np.frombuffer(content, np.uint8, offset=self.skip)
 
 
 def frame_of(data: memoryview, content_bytes: int, skip: int = 0) -> Frame | None:
@@ -58,11 +53,11 @@ def frame_of(data: memoryview, content_bytes: int, skip: int = 0) -> Frame | Non
     return Frame(data, content_bytes, skip)
 
 
-def small_content(data: memoryview, content_bytes: int) -> bytes | None:
-    """The whole content of a short frame; None when it is damaged or of another size."""
+def small_content(data: memoryview, content_bytes: int) -> np.ndarray | None:
+    """The whole content of a short frame, uint8; None when it is damaged or of another size."""
     frame = frame_of(data, content_bytes)
     try:
-        return None if frame is None else frame.open().tobytes()
+        return None if frame is None else frame.open()
     except CacheError:
         return None
 
