@@ -11,6 +11,7 @@ loss_kernel.py is the same in Triton. Legend: n slots, u target rows, W columns 
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -66,32 +67,68 @@ def row_losses(logits: ChunkLogits, slots: ChunkSlots, terms: RowTerms, *, gradi
 
     L1 counts the target's mass outside the draft vocabulary too: serving verifies against all of it.
     """
-    draft, bias = logits.draft_nW, logits.bias_uW
+    draft = logits.draft_nW
     dtype = compute_dtype(draft)
     slots = dataclasses.replace(slots, weights=slots.weights.to(dtype))
-    height = min(_ROWS_PER_PASS, max(slots.counts, default=0))
-    scratch = [draft.new_empty(height, draft.shape[1], dtype=dtype) for _ in range(3)]
     ce, l1 = draft.new_empty(len(draft), dtype=dtype), draft.new_empty(len(draft), dtype=dtype)
-    start = 0
-    for u, count in enumerate(slots.counts):
-        p, outside = _target_probabilities(logits, u, dtype)
+    job = _Job(logits, slots, terms if gradient else None, (ce, l1))
+    threads = 1 if draft.is_cuda else min(torch.get_num_threads(), len(slots.counts))
+    if threads <= 1:
+        _target_rows(job, range(len(slots.counts)))
+        return ce, l1
+    # Whole target rows per thread: thousands of small operations that each wait for all threads cost more than they
+    # compute as soon as another process wants a core. torch's thread count is per thread, but for new threads global.
+    before = torch.get_num_threads()
+    edges = [len(slots.counts) * part // threads for part in range(threads + 1)]
+    try:
+        with ThreadPoolExecutor(threads, initializer=_use_one_thread) as pool:
+            list(pool.map(lambda part: _target_rows(job, range(edges[part], edges[part + 1])), range(threads)))
+    finally:
+        torch.set_num_threads(before)
+    return ce, l1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """The arguments of row_losses, and where CE and L1 go; terms are None without gradient."""
+
+    logits: ChunkLogits
+    slots: ChunkSlots
+    terms: RowTerms | None
+    results: tuple[Tensor, Tensor]
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # makes torch adopt the number in this thread now, before the global one changes back
+
+
+def _target_rows(job: _Job, target_rows: range) -> None:
+    """Some target rows of a chunk, with all their slots."""
+    draft, bias, slots = job.logits.draft_nW, job.logits.bias_uW, job.slots
+    ce, l1 = job.results
+    height = min(_ROWS_PER_PASS, max(slots.counts, default=0))
+    scratch = [draft.new_empty(height, draft.shape[1], dtype=ce.dtype) for _ in range(3)]
+    start = sum(slots.counts[: target_rows.start])
+    for u in target_rows:
+        stop = start + slots.counts[u]
+        p, outside = _target_probabilities(job.logits, u, ce.dtype)
         total = None
-        for first in range(start, start + count, _ROWS_PER_PASS):
-            rows = slice(first, min(first + _ROWS_PER_PASS, start + count))
+        for first in range(start, stop, _ROWS_PER_PASS):
+            rows = slice(first, min(first + _ROWS_PER_PASS, stop))
             z, q, d = (buffer[: rows.stop - first] for buffer in scratch)
-            z = draft[rows] if draft.dtype == dtype else z.copy_(draft[rows])
+            z = draft[rows] if draft.dtype == ce.dtype else z.copy_(draft[rows])
             if bias is not None:
                 z += bias[u]
-            ce[rows], l1[rows] = _one_pass(z, p, (q, d), _Rows(slots, rows), terms if gradient else None)
+            ce[rows], l1[rows] = _one_pass(z, p, (q, d), _Rows(slots, rows), job.terms)
             l1[rows] += outside
-            if gradient and draft.dtype != dtype:
+            if job.terms is not None and draft.dtype != ce.dtype:
                 draft[rows] = z
-            if gradient and bias is not None:
+            if job.terms is not None and bias is not None:
                 total = z.sum(dim=0) if total is None else total + z.sum(dim=0)
         if total is not None and bias is not None:
             bias[u] = total
-        start += count
-    return ce, l1
+        start = stop
 
 
 def _target_probabilities(logits: ChunkLogits, u: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:

@@ -79,3 +79,21 @@ def test_a_vocabulary_of_150_thousand_keeps_float32_accuracy() -> None:
     assert logits.bias_uW is not None
     assert bias_gradient is not None
     assert float((logits.bias_uW - bias_gradient).abs().max()) < 2e-6 * float(bias_gradient.abs().max())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_threads_share_a_chunk_and_leave_the_thread_count_alone(bias: bool) -> None:
+    case = RowCase(dtype=torch.float32, bias=bias, columns=101, counts=(3, 1, 9, 2, 7))
+    (single, slots), (shared, _) = case.draw(), case.draw()
+    expected = row_losses(single, slots, TERMS, gradient=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        values = row_losses(shared, slots, TERMS, gradient=True)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    pairs = [*zip(values, expected, strict=True), (shared.draft_nW, single.draft_nW)]
+    if single.bias_uW is not None and shared.bias_uW is not None:
+        pairs.append((shared.bias_uW, single.bias_uW))
+    assert all(torch.equal(a, b) for a, b in pairs)
