@@ -15,7 +15,6 @@ import zstandard
 
 from benchmarks.cache_data import variant
 from cache_store import codec
-from cache_store.containers import open_layout
 from cache_store.reader import CacheReader
 from cache_store.storage import Storage
 from model.target_heads import load_target_heads
@@ -114,7 +113,7 @@ def total_variation(source: CacheReader, reader: CacheReader, target: Path) -> f
 
 
 def decode_speed(source: CacheReader, folder: Path) -> dict[str, float]:
-    """Processor time of one thread: a sample's bytes in memory -> its states, against plain zstd-1 of the raw bytes."""
+    """Processor time of one thread: compressed planes in memory -> states, against plain zstd-1 of the raw bytes."""
     raws, ours = [], []
     compressor = zstandard.ZstdCompressor(level=1)
     reader = CacheReader(variant(source, folder, "lossless_ratio-parquet"), verify="never")
@@ -122,25 +121,23 @@ def decode_speed(source: CacheReader, folder: Path) -> dict[str, float]:
         sample = source.read(position)
         raw = sample.hidden_states.tobytes() + sample.last_hidden_state.tobytes()
         raws.append((compressor.compress(raw), len(raw)))
-        ours.append(_range_of(reader, position))
+        ours.append(reader.fetch(position))
     out = np.empty(max(size for _, size in raws), np.uint8)
     spec = reader.spec
 
     def decode_ours() -> None:
-        for position, (layout, row, offset, data) in enumerate(ours):
+        for position, stored in enumerate(ours):
             tokens = int(reader.tokens[position])
             hidden = out[: spec.num_layers * tokens * spec.hidden_size * 2].view(np.uint16)
             last = out[hidden.nbytes : hidden.nbytes + tokens * spec.hidden_size * 2].view(np.uint16)
-            stored = layout.read(row, offset, data)
             reader.decode_into(
                 position, stored, hidden.reshape(spec.num_layers, tokens, -1), last.reshape(tokens, spec.hidden_size)
             )
 
     def decode_zstandard() -> None:
         decompressor = zstandard.ZstdDecompressor()
-        for frame, size in raws:
-            with decompressor.stream_reader(frame) as stream:
-                stream.readinto(memoryview(out)[:size])
+        for frame, _ in raws:
+            decompressor.decompress(frame)
 
     def decode_arrow() -> None:
         decompressor = pa.Codec("zstd")
@@ -156,15 +153,6 @@ def decode_speed(source: CacheReader, folder: Path) -> dict[str, float]:
         "zstd1_raw_ratio": sum(len(frame) for frame, _ in raws) / raw_bytes(source),
         "decode_vs_zstd1_raw": baseline / seconds["ours"],
     }
-
-
-def _range_of(reader: CacheReader, position: int) -> tuple[Any, int, int, bytes]:
-    """(layout of the shard, row, offset, stored bytes) of a sample."""
-    row = reader.index.slice(position, 1).to_pylist()[0]
-    shard = reader.shards[row["shard"]]
-    footer = reader.storage.read_range(shard.name, shard.num_bytes - shard.footer_bytes, shard.footer_bytes)
-    data = reader.storage.read_range(shard.name, row["offset"], row["length"])
-    return open_layout(shard.format, footer), row["row"], row["offset"], data
 
 
 def in_turns(

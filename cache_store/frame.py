@@ -29,13 +29,11 @@ class Frame:
 
     def open(self) -> np.ndarray:
         """The plane, uint8. Raises CacheError for a damaged frame."""
-        if not hasattr(_local, "decompressor"):
-            _local.decompressor = zstandard.ZstdDecompressor()
         if not self.content_bytes:
             return np.empty(0, np.uint8)
         try:
             # In one call: its streams, which could fill memory that is kept, take a third longer.
-            content = _local.decompressor.decompress(self.data)
+            content = decompressor().decompress(self.data)
         except zstandard.ZstdError as error:
             raise CacheError(f"damaged zstd frame: {error}") from error
         if len(content) != self.content_bytes:
@@ -53,13 +51,20 @@ def frame_of(data: memoryview, content_bytes: int, skip: int = 0) -> Frame | Non
     return Frame(data, content_bytes, skip)
 
 
-def small_content(data: memoryview, content_bytes: int) -> np.ndarray | None:
-    """The whole content of a short frame, uint8; None when it is damaged or of another size."""
-    frame = frame_of(data, content_bytes)
+def small_content(data: memoryview, content_bytes: int) -> bytes | None:
+    """The whole content of a short frame; None when it is damaged or of another size."""
     try:
-        return None if frame is None else frame.open()
-    except CacheError:
+        content: bytes = decompressor().decompress(data, max_output_size=content_bytes)
+    except zstandard.ZstdError:
         return None
+    return content if len(content) == content_bytes else None
+
+
+def decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's: one serves one call at a time, and is costly to make."""
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    return _local.decompressor
 
 
 def literal_frames() -> zstandard.ZstdCompressor:
