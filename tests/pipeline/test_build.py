@@ -15,8 +15,10 @@ from cache_store.audit import verify_cache
 from cache_store.calibration import CALIBRATION
 from cache_store.codec import to_float
 from cache_store.errors import CacheMismatch
+from cache_store.gc import collect_garbage
 from cache_store.ledger import Ledger
 from cache_store.reader import CacheReader
+from cache_store.repair import repair_cache
 from cache_store.storage import open_storage
 from pipeline.build import BuildReport, prepare, run_build
 from pipeline.cluster import ray_session
@@ -111,6 +113,27 @@ def test_what_is_lost_is_redone_and_nothing_else(make_config: MakeConfig, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_after_repair_the_same_build_makes_exactly_what_was_damaged(make_config: MakeConfig) -> None:
+    config = make_config(ROWS)
+    build(config)
+    storage = open_storage(config.cache.url)
+    before = {name: CacheReader(storage).read_id(name).input_ids.tolist() for name in CacheReader(storage).ids}
+    record = Ledger(storage).records()[0]
+    content = bytearray(storage.read(record.name))
+    content[record.samples[0].offset + record.samples[0].length - 2] ^= 1
+    storage.put(record.name, bytes(content))
+    repaired = repair_cache(storage)
+    assert repaired.needs_build
+    assert repaired.lost == tuple(sorted(sample.sample_id for sample in record.samples))
+    report = build(config)
+    assert report.regenerate.answers == 0, "the answers are kept; only the states are made anew"
+    assert report.extract.samples == len(repaired.lost)
+    collect_garbage(storage, delete=True, older_than_s=0, aside=True)
+    assert verify_cache(storage).findings == ()
+    assert {name: CacheReader(storage).read_id(name).input_ids.tolist() for name in before} == before
+
+
 def test_a_build_in_tar_with_int8_measures_its_scales_once(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
