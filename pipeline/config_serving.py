@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from pipeline.config_section import Section
@@ -72,5 +74,7 @@ class CostSection(Section):
     gpus: float = Field(default=0.0, ge=0)
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; null: all of the machine's."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """cpu: the process's CPU seconds; with threads 1 they hold on a machine that is busy with something else."""
     timeout_s: float = Field(default=3600.0, gt=0)
     """No table after this long means that the measuring process hangs: stop with a message."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from pipeline import html_report
 from pipeline.cluster import has_accelerators, ray_session, session_logs
 from pipeline.config import Config
 from pipeline.engines.hf import load_target, resolve_target, torch_dtype, worker_section
-from pipeline.errors import EvaluationFailed
+from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.serving import COSTS, busy_warnings, cost_table_path
 from pipeline.serving_plots import plot_cost_table, save_png
 from pipeline.telemetry import Progress
@@ -38,6 +39,7 @@ DRAFTER = "drafter"
 _DRAFTED_REQUESTS = (1, 2, 4, 8)
 _DENSE, _PER_OCTAVE = 32, 16
 _TICK_S = 5.0
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,8 @@ def measure_costs(recipe: CostRecipe) -> CostTable:
     from pipeline.engines.hf_verifier import HfVerifier
 
     config, section = recipe.config, recipe.config.cost
+    if section.clock == "cpu" and recipe.device != "cpu":
+        raise ConfigError(f"cost.clock cpu does not see what {recipe.device} does; set it to wall")
     torch.set_num_threads(section.threads or len(os.sched_getaffinity(0)))
     target = load_target(config.target, recipe.device)
     model = _drafter(config).to(recipe.device, torch_dtype(config.target)).eval()
@@ -115,7 +119,7 @@ def measure_costs(recipe: CostRecipe) -> CostTable:
         _wait(recipe.device)
 
     sizes = token_counts(section.max_tokens)
-    seconds = measure(step, sizes, repeats=section.repeats, warm_up=section.warm_up)
+    seconds = measure(step, sizes, repeats=section.repeats, warm_up=section.warm_up, clock=_CLOCKS[section.clock])
     heads = load_target_heads(
         resolve_target(config.target), dtype=model.dtype, device=recipe.device, draft_ids=model.draft_ids
     )
@@ -129,7 +133,7 @@ def measure_costs(recipe: CostRecipe) -> CostTable:
         steps_per_second=tuple(1.0 / second for second in seconds),
         draft_seconds=start,
         draft_seconds_per_token=slope,
-        note=f"{config.name}, {config.target.dtype}, {_drafter_name(config)}, transformers",
+        note=f"{config.name}, {config.target.dtype}, {_drafter_name(config)}, transformers, {section.clock} seconds",
     )
 
 
@@ -150,7 +154,9 @@ def _measure_drafting(
         _wait(recipe.device)
 
     section = recipe.config.cost
-    seconds = measure(draft, _DRAFTED_REQUESTS, repeats=section.repeats, warm_up=section.warm_up)
+    seconds = measure(
+        draft, _DRAFTED_REQUESTS, repeats=section.repeats, warm_up=section.warm_up, clock=_CLOCKS[section.clock]
+    )
     return fit_line([requests * block for requests in _DRAFTED_REQUESTS], seconds)
 
 

@@ -201,8 +201,8 @@ def print_result(result: SimulationResult, console: Console) -> None:
     by_cell = {(point.policy, point.concurrency): point for point in result.points}
     users = sorted({point.concurrency for point in result.points})
     quantities = {
-        "tokens per second, all users": lambda point: f"{point.tokens_per_second:,.0f}",
-        "tokens per second per user": lambda point: f"{point.tokens_per_second_per_user:,.0f}",
+        "tokens per second, all users": lambda point: _speed(point.tokens_per_second),
+        "tokens per second per user": lambda point: _speed(point.tokens_per_second_per_user),
         "drafts verified per request and round": lambda point: f"{point.budget:.1f}",
     }
     for title, form in quantities.items():
@@ -216,6 +216,10 @@ def print_result(result: SimulationResult, console: Console) -> None:
         console.print(table)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="bold red", highlight=False, markup=False)
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _console() -> Console:

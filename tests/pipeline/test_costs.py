@@ -97,6 +97,19 @@ def test_the_job_writes_table_and_picture(
     assert "steps per second" in capsys.readouterr().out
 
 
+def test_cpu_seconds_can_be_measured_where_the_cpu_does_the_work(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = config.model_copy(update={"cost": config.cost.model_copy(update={"clock": "cpu"})})
+    ticks = itertools.count(0.0, 0.5)
+    monkeypatch.setitem(costs._CLOCKS, "cpu", lambda: next(ticks))
+    table = measure_costs(CostRecipe(config=changed, device="cpu"))
+    assert set(table.steps_per_second) == {2.0}
+    assert "cpu seconds" in table.note
+    with pytest.raises(ConfigError, match=r"cost\.clock cpu does not see what cuda does"):
+        measure_costs(CostRecipe(config=changed, device="cuda"))
+
+
 @pytest.mark.slow
 def test_the_measurement_runs_as_a_ray_task(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = costs.run_measurement(config)
