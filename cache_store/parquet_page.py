@@ -71,6 +71,8 @@ def _value(page: memoryview, size: int, *, compressed: bool) -> np.ndarray | Non
 
 def _unsigned(varint: bytes) -> int:
     """A zigzag-coded size: seven bits per byte, the lowest first. Sizes are never negative."""
+    if len(varint) == 1:
+        return varint[0] >> 1
     value = 0
     for byte in reversed(varint):
         value = value << 7 | byte & 0x7F
