@@ -64,8 +64,8 @@ def run_measurement(config: Config, *, dry_run: bool = False, console: Console |
         f"tokens of context, {section.repeats} repeats, and {_drafter_name(config)}",
         highlight=False,
     )
+    resolve_target(config.target)
     if dry_run:
-        resolve_target(config.target)
         return None
     table = _measure_on_ray(config)
     save_cost_table(table, path)

@@ -44,7 +44,9 @@ def own_error(error: BaseException) -> CacheError | PipelineError | None:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         if isinstance(current, CacheError | PipelineError):
-            return current
+            # Ray's wrapper is an instance of our class as well, but its text is the remote traceback.
+            wrapped = getattr(current, "cause", None)
+            return wrapped if isinstance(wrapped, CacheError | PipelineError) else current
         current = getattr(current, "cause", None) or current.__cause__
     return None
 

@@ -115,8 +115,12 @@ def test_the_measurement_runs_as_a_ray_task(config: Config, tmp_path: Path, monk
     table = costs.run_measurement(config)
     assert table is not None
     assert table == load_cost_table(tmp_path / "run" / "cost_table.json")
-    with pytest.raises(ConfigError, match="no such directory"):
-        costs.run_measurement(config.model_copy(update={"target": config.target.model_copy(update={"path": "./no"})}))
+    (Path(config.target.path) / "model.safetensors").rename(tmp_path / "away")
+    try:
+        with pytest.raises(ConfigError, match=r"^target\.path .*: transformers cannot load it"):
+            costs.run_measurement(config)
+    finally:
+        (tmp_path / "away").rename(Path(config.target.path) / "model.safetensors")
     monkeypatch.setattr(costs, "_TICK_S", 0.01)
     endless = config.model_copy(update={"cost": config.cost.model_copy(update={"timeout_s": 0.01})})
     with pytest.raises(EvaluationFailed, match=r"measure: no table after 0 s: .* \(1 CPUs, 0 GPUs\)"):

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_store.errors import StorageError
+from pipeline.errors import ConfigError
 from pipeline.work import one_line, own_error, split
 
 
@@ -23,6 +24,15 @@ def test_own_error_is_found_through_wrappers() -> None:
         raise ValueError("outer") from wrapped
     assert own_error(caught.value) is full
     assert own_error(RuntimeError("actor died")) is None
+
+
+def test_own_error_is_not_rays_wrapper_of_it() -> None:
+    class Wrapper(ConfigError):
+        """As Ray makes them: an instance of the class that it wraps, with the remote traceback as its text."""
+
+    wrapper, own = Wrapper("Traceback ..."), ConfigError("no such directory")
+    wrapper.cause = own  # type: ignore[attr-defined]
+    assert own_error(wrapper) is own
 
 
 def test_one_line_is_the_end_of_a_remote_traceback() -> None:
