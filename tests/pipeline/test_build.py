@@ -113,7 +113,6 @@ def test_what_is_lost_is_redone_and_nothing_else(make_config: MakeConfig, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_after_repair_the_same_build_makes_exactly_what_was_damaged(make_config: MakeConfig) -> None:
     config = make_config(ROWS)
     build(config)
@@ -134,6 +133,7 @@ def test_after_repair_the_same_build_makes_exactly_what_was_damaged(make_config:
     assert {name: CacheReader(storage).read_id(name).input_ids.tolist() for name in before} == before
 
 
+@pytest.mark.slow
 def test_a_build_in_tar_with_int8_measures_its_scales_once(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
