@@ -34,7 +34,7 @@ def run_job(
     parser.add_argument("--dry-run", action="store_true", help="validate, price the job and stop")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override config values")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # overrides may stand on both sides of an option
     try:
         config = load_config(args.config, args.overrides)
         if args.print_config:

@@ -24,6 +24,17 @@ def test_call_gets_config_and_dry_run() -> None:
     assert seen == [("other", True)]
 
 
+def test_overrides_stand_on_either_side_of_an_option() -> None:
+    seen: list[tuple[str, float]] = []
+
+    def call(config: Config, dry_run: bool) -> int:
+        seen.append((config.name, config.training.lr))
+        return 0
+
+    assert run_job("x", call, ["--config", DEMO, "name=other", "--dry-run", "training.lr=1.0"]) == 0
+    assert seen == [("other", 1.0)]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
