@@ -98,10 +98,10 @@ class DrafterSection(Section):
     block_size: int = Field(default=7, gt=0)
     """γ: draft tokens per round; EAGLE-3: steps of the training-time test."""
     num_draft_layers: int = Field(default=5, gt=0)
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    intermediate_size: int | None = Field(default=None, gt=0)
+    num_attention_heads: int | None = Field(default=None, gt=0)
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    head_dim: int | None = Field(default=None, gt=0)
     mask_token: int | str
     """Token that fills the slots after the anchor: an id, or a token string of the target's tokenizer."""
     markov_head: Literal["none", "vanilla", "gated", "rnn"] = "vanilla"
@@ -278,6 +278,12 @@ class Config(Section):
                 f"drafter.markov_head {self.drafter.markov_head!r} and markov_rank {self.drafter.markov_rank} "
                 "disagree: rank 0 goes with head none"
             )
+        loss = self.training.loss
+        if loss.ce == loss.l1 == 0:
+            raise ValueError(
+                f"training.loss.ce {loss.ce:g} and training.loss.l1 {loss.l1:g}: one of them must be above 0, or no "
+                "draft token is ever learnt"
+            )
         return self
 
 
@@ -331,7 +337,10 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         node = node[key]
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
-    node[keys[-1]] = yaml.safe_load(value)
+    try:
+        node[keys[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: {value!r} is not valid YAML; quote what is text") from error
 
 
 def _explain(error: ValidationError) -> Iterable[str]:
