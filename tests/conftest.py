@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a real S3 server on loopback, started once per session and ended by its own pid."""
+"""Fixtures shared by all tests: a real S3 server on loopback, ended by its own pid; one thread for small tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from cache_store.errors import StorageError
@@ -99,3 +100,12 @@ def wait_until_ready(process: subprocess.Popen[bytes], server: S3Server, log: Pa
             last = str(error)
         time.sleep(0.1)
     pytest.fail(f"SeaweedFS did not start ({last}):\n{log.read_text(errors='replace')[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices as small as a test's are slower with more threads, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -6,14 +6,12 @@ possible; an untrained one, and one trained on shuffled hidden states by the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from model.target_heads import load_target_heads
 from pipeline.acceptance import ALL_DOMAINS, AcceptanceSummary, check_greedy, summarise
@@ -47,6 +45,7 @@ from tests.toy_source import (
     write_target,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, PROMPTS, NEW_TOKENS, SEED = 4, 16, 32, 7
 CEILING = sum(0.95**k for k in range(BLOCK + 1))
 """τ of a drafter that always proposes the favourite token: 4.5."""
@@ -127,15 +126,6 @@ def train(root: Path, source: MarkovSource, name: str, coder: Coder) -> Run:
     config = make_config(root, name)
     run_ranks(1, root / f"ranks-{name}", run_rank, prepare_job(config))
     return Run(config, source)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower with more threads, much slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from tests.pipeline.test_acceptance import make_decode
 from tests.pipeline.test_eval_actor import make_prompt, make_recipe
 from tests.tiny_target import tiny_verifier
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_every_batch_size_decodes_the_same() -> None:
     drafter, heads = load_run(FITTED)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.acceptance import check_greedy
 from pipeline.config import Config
@@ -20,17 +18,8 @@ from tests.pipeline.train.rig import run_ranks
 from tests.test_toy_task import BLOCK, CEILING, MASK, PROMPTS, Run, make_config
 from tests.toy_source import make_source, truthful, write_cache, write_target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 KINDS: dict[str, dict[str, Any]] = {"dflash": {"num_draft_layers": 2}, "eagle3": {}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower with more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
