@@ -24,6 +24,8 @@ from cache_store.scratch import ScratchFolder
 SPLIT_BYTES = 8 << 20
 """A range of more than twice this is fetched from a bucket in pieces of this size at the same time."""
 
+_BUCKETS = ("s3", "gs")
+_SCHEMES = ("file", "memory", *_BUCKETS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
@@ -38,9 +40,7 @@ class Storage:
         self.url = url.rstrip("/") if len(url) > 1 else url
         self.endpoint_url = endpoint_url
         self.options = options or StorageOptions()
-        scheme = urlsplit(self.url).scheme if "://" in self.url else ""
-        if scheme not in ("", "file", "s3", "gs", "memory"):
-            raise StorageError(f"{url}: unknown kind of storage {scheme!r}; wanted a folder or s3://bucket/prefix")
+        scheme = _scheme(url)
         self.local_root: Path | None = None
         if scheme in ("", "file"):
             self.local_root = Path(self.url.removeprefix("file://")).expanduser().resolve()
@@ -220,6 +220,20 @@ class Storage:
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             message = f"{where}: cannot {verb} after {gave_up.attempts} attempts: {kind}: {error}{notes}"
         return StorageError(message)
+
+
+def _scheme(url: str) -> str:
+    """`s3` of s3://bucket/prefix, nothing for a folder. Raises StorageError for what a slip of the pen has made."""
+    scheme, found, rest = url.partition("://")
+    if not found:
+        if url.partition(":")[0] in _SCHEMES:  # s3:/bucket would be a folder named `s3:`
+            raise StorageError(f"{url}: found no '://', wanted a folder or s3://bucket/prefix")
+        scheme, rest = "", url
+    if scheme not in ("", *_SCHEMES):
+        raise StorageError(f"{url}: unknown kind of storage {scheme!r}; wanted a folder or s3://bucket/prefix")
+    if not rest.strip() or (scheme in _BUCKETS and not urlsplit(url).netloc):
+        raise StorageError(f"{url!r} names no place; wanted a folder or s3://bucket/prefix")
+    return scheme
 
 
 def open_storage(url: str, *, endpoint_url: str | None = None, options: StorageOptions | None = None) -> Storage:

@@ -201,8 +201,25 @@ def test_places_that_cannot_take_a_cache(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="choose another place") as caught:
             open_storage(url).check_writable()
         assert "\n" not in str(caught.value)
-    with pytest.raises(StorageError, match="unknown kind of storage 'ftp'"):
-        open_storage("ftp://host/cache")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://host/cache", "unknown kind of storage 'ftp'"),
+        ("S3://bucket/cache", "unknown kind of storage 'S3'"),
+        ("s3:/bucket/cache", "found no '://'"),
+        ("s3:bucket", "found no '://'"),
+        ("s3://", "names no place"),
+        ("s3:///cache", "names no place"),
+        ("", "names no place"),
+        (" ", "names no place"),
+        ("file://", "names no place"),
+    ],
+)
+def test_a_slip_of_the_pen_does_not_become_a_folder(url: str, message: str) -> None:
+    with pytest.raises(StorageError, match=f"{message}.*wanted a folder or s3://bucket/prefix"):
+        open_storage(url)
 
 
 def test_check_writable_leaves_no_trace(storage: Storage) -> None:
