@@ -1,12 +1,15 @@
 """`cache_store`: look at a cache, prove it whole, put it right, read its texts, size a larger one.
 
 Exit codes: 0 fine, 1 damage, a difference or an error (one line on stderr), 2 wrong usage, 3 sound, but a crash left
-orphans, 4 repaired, but the build has to run again.
+orphans, 4 repaired, but the build has to run again, 130 interrupted, 141 the output was closed early.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +29,8 @@ COMMANDS = {
     "sample": sample,
     "estimate": estimate,
 }
+EXIT_INTERRUPTED, EXIT_CLOSED = 130, 141
+"""As the shell reports SIGINT and SIGPIPE."""
 EXIT_HELP = (
     "Exit codes: 0 fine, 1 damage, difference or error, 2 wrong usage, 3 sound but a crash left orphans, "
     "4 repaired but the build has to run again."
@@ -35,11 +40,30 @@ EXIT_HELP = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? for what it lacks
     try:
-        return options.run(options)
+        code: int = options.run(options)
+        print(end="", flush=True)
+        return code
     except CacheError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except (BrokenPipeError, SystemExit):  # the reader, such as `head`, has seen enough; rich makes it SystemExit
+        return _leave_pipe()
+    except KeyboardInterrupt:
+        print("interrupted: run the same command to continue or to begin again", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return _leave_pipe(EXIT_FAILED)
+
+
+def _leave_pipe(code: int = EXIT_CLOSED) -> int:
+    """Let what is still buffered go nowhere, since the interpreter would fail on it once more at exit."""
+    with contextlib.suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ def save_png(stats: CacheStats, path: Path) -> None:
             axis.set_yscale("log")
             axis.legend()
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise CacheError(f"{path}: cannot write the picture: {error.strerror or error}") from error
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cache_store.commands.inspect import errors_table
 from cache_store.commands.progress import count_bar
-from cache_store.commands.terminal import EXIT_OK, pairs_table, size_text, storage_of
+from cache_store.commands.terminal import EXIT_OK, at_least, pairs_table, size_text, storage_of
 from cache_store.convert import Changes, Source, StoredCache, convert
 from cache_store.errors import CacheError
 from cache_store.manifest import Manifest
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--last-codec", choices=LAST_CODECS, help="of the last hidden state")
     parser.add_argument("--last-hidden", choices=LAST_HIDDEN, help="store it where the loss needs it, or everywhere")
     parser.add_argument("--layers", metavar="IDS", help="keep these captured layers only, for instance 1,8,15")
-    parser.add_argument("--shard-mb", type=int, help="size of a shard")
+    parser.add_argument("--shard-mb", type=at_least(1), help="size of a shard")
     parser.add_argument(
         "--target", metavar="DIR", type=Path, help="target in Hugging Face layout (imports: its config.json is needed)"
     )

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cache_store.commands.terminal import EXIT_OK, open_cache, pairs_table, size_text
+from cache_store.commands.terminal import EXIT_OK, at_least, fraction, open_cache, pairs_table, size_text
 from cache_store.errors import CacheError
 from cache_store.estimate import (
     MEASURED,
@@ -28,7 +28,7 @@ from cache_store.estimate import (
 )
 from cache_store.estimate_config import SUFFIXES, read_planned
 from cache_store.reader import CacheReader
-from cache_store.schema import CODECS, EXACT_CODECS, CacheSpec
+from cache_store.schema import CODECS, EXACT_CODECS, FORMAT_VERSION, CacheSpec
 
 HELP = "size of a cache for every codec and number of layers, from a config (URL is its file) or from this cache"
 PROBED_SAMPLES = 8
@@ -48,10 +48,10 @@ class Basis:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument("--tokens", type=int, help="tokens of the cache; the mix of lengths stays")
+    parser.add_argument("--tokens", type=at_least(1), help="tokens of the cache; the mix of lengths stays")
     parser.add_argument("--histogram", type=Path, metavar="CSV", help="columns tokens,supervised,samples")
-    parser.add_argument("--max-tokens", type=int, help="leave longer samples out")
-    parser.add_argument("--sample-fraction", type=float, default=1.0, help="take only this share of the samples")
+    parser.add_argument("--max-tokens", type=at_least(1), help="leave longer samples out")
+    parser.add_argument("--sample-fraction", type=fraction, default=1.0, help="take only this share of the samples")
     parser.add_argument("--layers", help="numbers of captured layers to price, for instance 1,3,5 (default: all)")
     parser.add_argument("--target-config", type=Path, metavar="JSON", help="the target's config.json (with a config)")
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = Ratios(captured=basis.ratios[spec.codec].captured, last=basis.ratios[spec.last_codec].last)
     share = counts.supervised / counts.tokens if counts.tokens else 0.0
     found = estimate_bytes(spec, counts.tokens, share, samples=counts.samples, ratios=chosen)
-    choices = price_choices(spec, counts, _layer_numbers(options.layers, spec.num_layers), basis.ratios)
+    choices = price_choices(spec, counts, _layer_numbers(options.layers, spec), basis.ratios)
     if options.json:
         facts = {**asdict(counts), **asdict(found), "ratios": asdict(chosen), "measured": basis.measured}
         print(json.dumps({**facts, "choices": [asdict(choice) for choice in choices]}))
@@ -101,6 +101,7 @@ def _from_config(options: argparse.Namespace) -> Basis:
 def _from_cache(reader: CacheReader, options: argparse.Namespace) -> Basis:
     if len(reader) == 0:
         raise CacheError(f"{options.url} holds no samples to measure; estimate from the config instead")
+    spec = replace(reader.spec, format_version=FORMAT_VERSION)  # what a build or `convert` of today would write
     probed = [reader.read(int(p)) for p in np.linspace(0, len(reader) - 1, PROBED_SAMPLES).astype(int)]
     # States that went through a bounded-loss codec compress differently from the target's own.
     exact = reader.spec.codec in EXACT_CODECS and reader.spec.last_codec in EXACT_CODECS
@@ -108,7 +109,7 @@ def _from_cache(reader: CacheReader, options: argparse.Namespace) -> Basis:
     ratios = dict(MEASURED)
     for tag in measured:
         last = "bss1" if tag == "f8r" else tag
-        ratios[tag] = measure_ratios(replace(reader.spec, codec=tag, last_codec=last), probed)
+        ratios[tag] = measure_ratios(replace(spec, codec=tag, last_codec=last), probed)
     if not exact:
         own = measure_ratios(reader.spec, probed)
         ratios[reader.spec.codec] = replace(ratios[reader.spec.codec], captured=own.captured)
@@ -118,7 +119,7 @@ def _from_cache(reader: CacheReader, options: argparse.Namespace) -> Basis:
         histogram = read_histogram(options.histogram)
     else:
         histogram = (reader.tokens, reader.supervised_tokens, np.ones(len(reader), np.int64))
-    return Basis(reader.spec, _of_size(_limited(histogram, options), options.tokens), ratios, measured)
+    return Basis(spec, _of_size(_limited(histogram, options), options.tokens), ratios, measured)
 
 
 def _limited(histogram: tuple[np.ndarray, np.ndarray, np.ndarray], options: argparse.Namespace) -> TokenCounts:
@@ -128,22 +129,21 @@ def _limited(histogram: tuple[np.ndarray, np.ndarray, np.ndarray], options: argp
 
 
 def _of_size(counts: TokenCounts, tokens: int | None) -> TokenCounts:
-    if tokens is None:
-        return counts
     if counts.tokens == 0:
-        raise CacheError(f"no sample is left to scale to {tokens:,} tokens")
-    return counts.scaled(tokens / counts.tokens)
+        raise CacheError("no sample is left to price; raise --max-tokens or --sample-fraction")
+    return counts if tokens is None else counts.scaled(tokens / counts.tokens)
 
 
-def _layer_numbers(text: str | None, layers: int) -> list[int]:
+def _layer_numbers(text: str | None, spec: CacheSpec) -> list[int]:
     if text is None:
-        return list(range(1, layers + 1))
+        return list(range(1, spec.num_layers + 1))
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
-        raise CacheError(f"--layers is {text!r}, wanted positive whole numbers, for instance 1,3,5")
+    most = spec.num_target_layers  # the embedding's output, and all layers but the last
+    if not numbers or min(numbers) < 1 or max(numbers) > most:
+        raise CacheError(f"--layers is {text!r}, wanted whole numbers from 1 to {most}, for instance 1,3,5")
     return numbers
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_store import index
-from cache_store.commands.terminal import EXIT_OK, open_cache, size_text
+from cache_store.commands.terminal import EXIT_OK, at_least, open_cache, size_text
 from cache_store.reader import CacheReader
 
 HELP = "the first samples as a table: ids, lengths, domains, where they lie"
@@ -19,15 +19,15 @@ HELP = "the first samples as a table: ids, lengths, domains, where they lie"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument("--n", type=int, default=10, help="how many (default 10)")
-    parser.add_argument("--start", type=int, default=0, help="first position (default 0)")
+    parser.add_argument("--n", type=at_least(0), default=10, help="how many (default 10)")
+    parser.add_argument("--start", type=at_least(0), default=0, help="first position (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the samples; returns the exit code."""
     reader = open_cache(options)
-    start = max(0, options.start)
-    rows = [_row(reader, position) for position in range(start, min(start + max(0, options.n), len(reader)))]
+    start, end = options.start, min(options.start + options.n, len(reader))
+    rows = [_row(reader, position) for position in range(start, end)]
     if options.json:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from cache_store.commands.terminal import EXIT_OK, open_cache
+from cache_store.commands.terminal import EXIT_OK, at_least, open_cache
 from cache_store.errors import CacheError
 from cache_store.inspection import segments
 from cache_store.reader import CacheReader
@@ -24,8 +24,8 @@ Decode = Callable[[list[int]], str]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument("--n", type=int, default=3, help="how many, drawn at random (default 3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--n", type=at_least(0), default=3, help="how many, drawn at random (default 3)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the draw (default 0)")
     parser.add_argument("--id", action="append", help="this sample instead; may be repeated")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder with the target's tokenizer.json; else token ids")
     parser.add_argument("--plain", action="store_true", help="no colours")
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.id:
         positions = [reader.position(sample_id) for sample_id in options.id]
     else:
-        drawn = np.random.default_rng(options.seed).permutation(len(reader))[: max(0, options.n)]
+        drawn = np.random.default_rng(options.seed).permutation(len(reader))[: options.n]
         positions = [int(position) for position in drawn]
     console = Console(no_color=options.plain, highlight=False)
     for position in positions:
@@ -81,5 +81,8 @@ def load_decoder(folder: str) -> Decode:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise CacheError(f"{path} does not exist; --tokenizer wants the target's folder in Hugging Face layout")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower type
+        raise CacheError(f"{path} is not a readable tokenizer: {error}") from error
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_store.commands.progress import count_bar
-from cache_store.commands.terminal import EXIT_OK, open_cache, show_histogram
+from cache_store.commands.terminal import EXIT_OK, at_least, open_cache, show_histogram
 from cache_store.stats import MASSIVE, CacheStats, cache_stats
 from cache_store.stats_plot import save_png
 
@@ -21,17 +21,17 @@ HELP = "histograms of lengths and supervised lengths, norms and outliers per lay
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument("--samples", type=int, default=64, help="samples whose states are read (default 64; 0: none)")
-    parser.add_argument("--seed", type=int, default=0, help="of their draw (default 0)")
+    parser.add_argument(
+        "--samples", type=at_least(0), default=64, help="samples whose states are read (default 64; 0: none)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of their draw (default 0)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw them into a picture as well (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the distributions; returns the exit code."""
     with count_bar("reading samples") as progress:
-        stats = cache_stats(
-            open_cache(options), read_samples=max(0, options.samples), seed=options.seed, progress=progress
-        )
+        stats = cache_stats(open_cache(options), read_samples=options.samples, seed=options.seed, progress=progress)
     if options.png:
         save_png(stats, options.png)
     if options.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +17,32 @@ from cache_store.storage import Storage, open_storage
 
 EXIT_OK, EXIT_FAILED, EXIT_ORPHANS, EXIT_INCOMPLETE = 0, 1, 3, 4
 BAR_WIDTH = 40
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """An option's type: a whole number that is not below `lowest`."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = lowest - 1
+        if value < lowest:
+            raise argparse.ArgumentTypeError(f"found {text!r}, wanted a whole number of at least {lowest}")
+        return value
+
+    return number
+
+
+def fraction(text: str) -> float:
+    """An option's type: above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a number above 0 and at most 1")
+    return value
 
 
 def storage_of(options: argparse.Namespace) -> Storage:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from cache_store.cli import main
+from cache_store.cli import EXIT_CLOSED, main
 from cache_store.commands.terminal import size_text
 from cache_store.ledger import Ledger, Reject, seal
 from cache_store.storage import Storage, open_storage
@@ -130,6 +133,50 @@ def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def test_missing_tokenizer_is_named(storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", storage.url, "--tokenizer", str(tmp_path / "x")]) == 1
     assert "tokenizer.json does not exist" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    assert main(["sample", storage.url, "--tokenizer", str(tmp_path)]) == 1
+    assert "tokenizer.json is not a readable tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [("head", "--n"), ("head", "--start"), ("sample", "--n"), ("sample", "--seed"), ("stats", "--seed")]
+)
+def test_negative_numbers_are_wrong_usage(
+    storage: Storage, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([option[0], storage.url, option[1], "-1"])
+    assert f"argument {option[1]}: found '-1', wanted a whole number of at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "json"])
+def test_a_reader_that_has_seen_enough_gets_no_traceback(storage: Storage, form: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "cache_store.cli", "head", storage.url, *form]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == EXIT_CLOSED
+
+
+def test_a_terminal_without_unicode(storage: Storage) -> None:
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+    command = [sys.executable, "-m", "cache_store.cli", "inspect", storage.url]
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Tokens per sample" in done.stdout
+
+
+def test_an_interrupted_command_says_so(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cache_store.commands.verify.verify_cache", interrupt)
+    assert main(["verify", storage.url]) == 130
+    assert capsys.readouterr().err.startswith("interrupted: ")
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1,023 B"), (1536, "1.50 KiB"), (5 << 40, "5.00 TiB")])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cache_store.audit import verify_cache
+from cache_store.cli import main
 from cache_store.convert import Changes, StoredCache, convert
 from cache_store.errors import CacheMismatch
 from cache_store.ledger import seal
@@ -51,6 +52,12 @@ def test_it_is_sealed_anew_under_its_own_fingerprint(old: Storage) -> None:
     assert before is not None
     assert (manifest.fingerprint, manifest.num_bytes) == (before.fingerprint, before.num_bytes)
     check(CacheReader(old))
+
+
+def test_every_command_that_only_looks_knows_it(old: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "head", "stats", "verify", "gc", "sample", "estimate"):
+        assert main([command, old.url]) == 0, capsys.readouterr().err
+    assert main(["diff", old.url, old.url]) == 0
 
 
 def test_a_build_of_today_does_not_go_on_with_it(old: Storage) -> None:

@@ -130,6 +130,27 @@ def test_bad_histograms_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "give --histogram" in capsys.readouterr().err
     lengths.write_text("tokens,supervised,samples\n")
     assert main(["estimate", str(planned), "--histogram", str(lengths), "--tokens", "5"]) == 1
-    assert "no sample is left to scale" in capsys.readouterr().err
-    assert main(["estimate", str(planned), "--histogram", str(lengths), "--layers", "0"]) == 1
-    assert "--layers is '0'" in capsys.readouterr().err
+    assert "no sample is left to price" in capsys.readouterr().err
+
+
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = make_spec()
+    build(tmp_path / "cache", spec, [make_sample(spec, 0, tokens=9)])
+    url = str(tmp_path / "cache")
+    for option, value in (
+        ("--tokens", "-5"),
+        ("--tokens", "0"),
+        ("--max-tokens", "0"),
+        ("--sample-fraction", "7"),
+        ("--sample-fraction", "-1"),
+        ("--sample-fraction", "nan"),
+        ("--sample-fraction", "half"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["estimate", url, option, value])
+        assert f"argument {option}: found '{value}', wanted" in capsys.readouterr().err
+    for value in ("0", "-1", "x", "", str(spec.num_target_layers + 1)):
+        assert main(["estimate", url, f"--layers={value}"]) == 1
+        assert f"--layers is '{value}', wanted whole numbers from 1 to" in capsys.readouterr().err
+    assert main(["estimate", url, "--max-tokens", "1"]) == 1
+    assert "no sample is left to price" in capsys.readouterr().err

@@ -18,7 +18,7 @@ def storage(tmp_path: Path) -> Storage:
 
 
 def test_terminal_and_picture(storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "stats.png"
+    picture = tmp_path / "stats.picture"  # a picture whatever its name
     assert main(["stats", storage.url, "--samples", "3", "--png", str(picture)]) == 0
     shown = capsys.readouterr().out
     for wanted in ("Supervised tokens per sample", "█", "States of 3 samples", "norm", "massive", "Domains: math 8"):
