@@ -21,7 +21,7 @@ from model.decoding.calibration import (
     fit_temperatures,
     measure_positions,
 )
-from model.export import CONFIG, has_copies, load_drafter, save_drafter
+from model.export import CONFIG, has_copies, load_drafter, read_config, save_drafter
 from model.family import AnyDrafter
 from model.target_heads import load_target_heads
 from pipeline.acceptance import RoundRow
@@ -31,9 +31,10 @@ from pipeline.engines.hf import resolve_target
 from pipeline.errors import ConfigError
 from pipeline.eval_actor import TRAINED
 from pipeline.evaluate import DRAFTER
-from pipeline.html_report import CALIBRATION, output_folder, write_html
+from pipeline.html_report import CALIBRATION, REPORT_JSON, output_folder, read_report, write_html
+from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.report_tables import calibration_table
-from pipeline.report_text import print_table, wide_console
+from pipeline.report_text import print_table, print_warnings, wide_console
 from pipeline.rounds_table import read_rounds
 
 
@@ -59,11 +60,11 @@ def run_calibration(config: Config, *, dry_run: bool = False, console: Console |
         f"calibrate: {len(split.fit):,} rounds of {_prompts(split.fit)} prompts to fit, {len(split.check):,} rounds of "
         f"{_prompts(split.check)} prompts to check, drafter {drafter}",
         highlight=False,
+        markup=False,
     )
-    warnings = find_weaknesses(config, split)
-    if not (drafter / CONFIG).is_file():
-        raise ConfigError(f"{drafter}: no exported drafter there; calibration belongs to the one that was evaluated")
+    warnings = [*_check_drafter(folder, drafter, rows), *find_weaknesses(config, split)]
     if dry_run:
+        print_warnings(warnings, console)
         return None
     calibration = calibrate(split, _facts(config, split, drafter, warnings))
     _write(folder / CALIBRATION, calibration.to_json())
@@ -74,12 +75,11 @@ def run_calibration(config: Config, *, dry_run: bool = False, console: Console |
         fold_drafter(drafter, Path(config.calibration.folded), temperature, target=config.target)
     report = write_html(config, folder)
     print_table(calibration_table(calibration), console)
-    for warning in warnings:
-        console.print(f"warning: {warning}", style="bold red", highlight=False)
+    print_warnings(warnings, console)
     written = [str(folder / CALIBRATION), *([str(report)] if report else [])]
     written += [f"{drafter / CONFIG} (key {TEMPERATURES_KEY})"] if config.calibration.write_config else []
     written += [config.calibration.folded] if config.calibration.folded else []
-    console.print(f"written: {', '.join(written)}", highlight=False)
+    console.print(f"written: {', '.join(written)}", highlight=False, markup=False)
     return calibration
 
 
@@ -130,6 +130,27 @@ def _usable_rounds(config: Config, folder: Path) -> list[RoundRow]:
     return usable
 
 
+def _check_drafter(folder: Path, drafter: Path, rows: Sequence[RoundRow]) -> list[str]:
+    """Refuse rounds of another drafter than the one at hand; what cannot be compared is warned about."""
+    if not (drafter / CONFIG).is_file():
+        raise ConfigError(f"{drafter}: no exported drafter there; calibration belongs to the one that was evaluated")
+    found, block = sorted({len(row.confidences) for row in rows}), read_config(drafter).block_size
+    if found != [block]:
+        raise ConfigError(
+            f"{folder}: rounds of {found} confidences, {drafter} drafts {block}; run jobs/evaluate_drafter.py again"
+        )
+    report = folder / REPORT_JSON
+    evaluated = read_report(report).settings.get(DRAFTER_WEIGHTS) if report.is_file() else None
+    if evaluated is None:
+        return [f"{folder} does not say which drafter its rounds are of: they were not compared with {drafter}"]
+    if evaluated != digest_weights(drafter):
+        raise ConfigError(
+            f"{folder}: the rounds are another drafter's: its weights were {evaluated[:12]}…, those of {drafter} are "
+            f"{digest_weights(drafter)[:12]}…; run jobs/evaluate_drafter.py again"
+        )
+    return []
+
+
 def find_weaknesses(config: Config, split: Split) -> list[str]:
     """What makes the result less trustworthy."""
     warnings = []
@@ -152,7 +173,7 @@ def find_weaknesses(config: Config, split: Split) -> list[str]:
 def _facts(config: Config, split: Split, drafter: Path, warnings: Sequence[str]) -> dict[str, Any]:
     return {
         "name": config.name,
-        "drafter_weights": digest_weights(drafter),
+        DRAFTER_WEIGHTS: digest_weights(drafter),
         "temperatures": sorted({row.temperature for row in split.fit}),
         "rounds": len(split.fit),
         "prompts": _prompts(split.fit),

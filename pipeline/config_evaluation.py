@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pipeline.config_section import Section
 
@@ -41,6 +41,20 @@ class EvaluationSection(Section):
     gpus_per_actor: float = Field(default=0.0, ge=0)
     threads_per_actor: int | None = Field(default=None, gt=0)
     seed: int = 42
+
+    @field_validator("temperatures")
+    @classmethod
+    def _temperatures_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(temperature < 0 for temperature in value) or len(set(value)) < len(value):
+            raise ValueError("wanted 0 (greedy) or more, each once")
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_keeps_something(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 keeps no token; -1 keeps all")
+        return value
 
 
 class CalibrationSection(Section):

@@ -29,6 +29,7 @@ from pipeline.cluster import has_accelerators, ray_session, session_logs
 from pipeline.config import Config
 from pipeline.engines.hf import load_target, resolve_target, torch_dtype, worker_section
 from pipeline.errors import ConfigError, EvaluationFailed
+from pipeline.report_text import print_warnings, wide_console
 from pipeline.serving import COSTS, busy_warnings, cost_table_path
 from pipeline.serving_plots import plot_cost_table, save_png
 from pipeline.telemetry import Progress
@@ -55,7 +56,7 @@ def run_measurement(config: Config, *, dry_run: bool = False, console: Console |
 
     Raises ConfigError for a target that cannot be loaded, EvaluationFailed when the measuring process dies.
     """
-    console = console or Console()
+    console = console or wide_console()
     path = cost_table_path(config)
     section = config.cost
     sizes = token_counts(section.max_tokens)
@@ -63,6 +64,7 @@ def run_measurement(config: Config, *, dry_run: bool = False, console: Console |
         f"measure: {config.target.path} at {len(sizes)} sizes from 1 to {sizes[-1]} tokens, {section.context_tokens} "
         f"tokens of context, {section.repeats} repeats, and {_drafter_name(config)}",
         highlight=False,
+        markup=False,
     )
     resolve_target(config.target)
     if dry_run:
@@ -77,8 +79,7 @@ def run_measurement(config: Config, *, dry_run: bool = False, console: Console |
         f"drafting: {1e3 * table.draft_seconds:.2f} ms per pass + {1e6 * table.draft_seconds_per_token:.1f} µs per "
         "position"
     )
-    for warning in busy_warnings(table):
-        console.print(f"warning: {warning}", style="bold red", highlight=False, markup=False)
+    print_warnings(busy_warnings(table), console)
     console.print(f"cost table: {path}; picture: {picture}")
     page = html_report.write_html(config, html_report.output_folder(config))
     if page is not None:

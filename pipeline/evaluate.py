@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from cache_store.identity import digest_weights
 from model.config import DrafterConfig
 from pipeline.acceptance import ALL_DOMAINS, break_down, check_greedy, summarise, summarise_speed
 from pipeline.cluster import ray_session
@@ -23,10 +24,10 @@ from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.eval_actor import TRAINED, EvalRecipe, EvalTask, default_threads
 from pipeline.eval_run import Measured, decode_tasks
 from pipeline.held_out import HeldOut, Leak, find_leak, make_tasks, read_held_out
-from pipeline.html_report import REPORT_JSON, output_folder, write_html
+from pipeline.html_report import CALIBRATION, REPORT_JSON, output_folder, saved_calibration, write_html
 from pipeline.identity import CheckedTarget, check_target
-from pipeline.report import EvaluationReport, TauAgreement
-from pipeline.report_text import markdown, print_report, wide_console
+from pipeline.report import DRAFTER_WEIGHTS, EvaluationReport, TauAgreement
+from pipeline.report_text import markdown, print_report, print_warnings, wide_console
 from pipeline.rounds_table import ROUNDS, write_tables
 from pipeline.sweep import sweep_thresholds
 
@@ -62,8 +63,10 @@ def run_evaluation(config: Config, *, dry_run: bool = False, console: Console | 
         f"evaluate: {len(ready.held_out.prompts)} prompts at temperatures {list(config.evaluation.temperatures)}, "
         f"drafter {ready.recipe.drafter}",
         highlight=False,
+        markup=False,
     )
     if dry_run:
+        print_warnings(ready.warnings, console)
         return None
     output = output_folder(config)
     output.mkdir(parents=True, exist_ok=True)
@@ -77,6 +80,8 @@ def run_evaluation(config: Config, *, dry_run: bool = False, console: Console | 
     _write(output, config, report)
     page = write_html(config, output)
     print_report(report, console)
+    if (output / CALIBRATION).is_file() and saved_calibration(report, output) is None:
+        console.print(f"{output / CALIBRATION} is another drafter's and not shown; run jobs/calibrate_drafter.py")
     console.print(f"report: {page}, {output / REPORT_MARKDOWN}, {output / REPORT_JSON}; every round: {output / ROUNDS}")
     require_lossless(config, report)
     return report
@@ -121,6 +126,16 @@ def _prepare(config: Config) -> _Ready:
     checked = check_drafter(folder, config, target)
     held_out = read_held_out(config)
     recipe = make_recipe(config, target, folder, checked)
+    if recipe.max_new_tokens >= recipe.max_length:
+        raise ConfigError(
+            f"evaluation.max_new_tokens {recipe.max_new_tokens} leaves no room for a prompt within {recipe.max_length} "
+            "tokens (max_length, and the drafter's max_position_embeddings)"
+        )
+    if recipe.confidence_threshold > 0 and not checked.config.enable_confidence_head:
+        raise ConfigError(
+            f"evaluation.confidence_threshold {recipe.confidence_threshold:g}: {folder} has no confidence head; set it "
+            "to 0"
+        )
     tasks = tuple(make_tasks(held_out.prompts, section.temperatures, section.baseline_prompts_per_domain))
     leak = find_leak(config, held_out.prompts)
     return _Ready(recipe, tasks, held_out, leak, target, checked.config, checked.warnings)
@@ -219,6 +234,7 @@ def _settings(config: Config, ready: _Ready) -> dict[str, Any]:
         "chat_template_kwargs": config.generation.chat_template_kwargs,
         "threads": ready.recipe.threads,
         "block_size": ready.drafter.block_size,
+        DRAFTER_WEIGHTS: digest_weights(ready.recipe.drafter),
         "confidence_temperatures": list(ready.recipe.confidence_temperatures),
         "target_layer_ids": list(ready.drafter.target_layer_ids),
         "first_rendered_prompts": [chat.text(prompt.system, prompt.users[:1], []) for prompt in shown],

@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.eval_plots import plot_domains, plot_positions, plot_reliability, plot_speed, plot_sweep
 from pipeline.plain_data import from_plain
-from pipeline.report import EvaluationReport, verdict_lines
+from pipeline.report import DRAFTER_WEIGHTS, EvaluationReport, verdict_lines
 from pipeline.report_tables import TextTable, calibration_table, drafters_of, report_tables, temperatures_of
 from pipeline.serving_plots import plot_cost_table, save_png
 
@@ -87,14 +87,26 @@ def write_html(config: Config, folder: Path) -> Path | None:
     if not file.is_file():
         return None
     report = read_report(file)
-    saved = folder / CALIBRATION
-    calibration = from_json(saved.read_text(encoding="utf-8"), source=str(saved)) if saved.is_file() else None
+    calibration = saved_calibration(report, folder)
     pictures = draw_pictures(report, calibration, folder) | serving_pictures(config, folder)
     page = render(report, calibration, pictures)
     temporary = folder / f".{REPORT_HTML}.tmp"
     temporary.write_text(page, encoding="utf-8")
     os.replace(temporary, folder / REPORT_HTML)
     return folder / REPORT_HTML
+
+
+def saved_calibration(report: EvaluationReport, folder: Path) -> Calibration | None:
+    """The calibration beside a report; None where there is none, or one of another drafter's rounds.
+
+    Raises CalibrationError for a broken file.
+    """
+    saved = folder / CALIBRATION
+    if not saved.is_file():
+        return None
+    calibration = from_json(saved.read_text(encoding="utf-8"), source=str(saved))
+    fitted, evaluated = calibration.fitted_on.get(DRAFTER_WEIGHTS), report.settings.get(DRAFTER_WEIGHTS)
+    return None if fitted and evaluated and fitted != evaluated else calibration
 
 
 def read_report(file: Path) -> EvaluationReport:

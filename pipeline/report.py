@@ -9,6 +9,8 @@ from typing import Any
 from pipeline.acceptance import ALL_DOMAINS, AcceptanceSummary, Breakdown, GreedyCheck, SpeedSummary
 from pipeline.sweep import SweepPoint
 
+DRAFTER_WEIGHTS = "drafter_weights"
+"""Key of the digest of the measured drafter's weights, in an evaluation's settings and in a calibration."""
 TAU_TOLERANCE = 0.25
 """Relative difference between training's expected accepted length and the measured τ above which we warn."""
 

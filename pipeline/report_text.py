@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.acceptance import ALL_DOMAINS
 from pipeline.report import EvaluationReport, verdict_lines
 from pipeline.report_tables import TextTable, report_tables
 
-_MIN_CONSOLE_WIDTH = 100
+_MIN_CONSOLE_WIDTH = 110
 _EMPHASISED = (ALL_DOMAINS, "trained")
 
 
@@ -31,6 +32,12 @@ def print_report(report: EvaluationReport, console: Console) -> None:
         console.print(line, style="bold red" if alarming else None, highlight=False, markup=False)
 
 
+def print_warnings(warnings: Sequence[str], console: Console) -> None:
+    """One line each, as alarming as it is."""
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="bold red", highlight=False, markup=False)
+
+
 def print_table(text: TextTable, console: Console) -> None:
     """One table on a terminal."""
     table = Table(title=text.title, title_style="bold", title_justify="left", caption=text.note)
@@ -38,7 +45,7 @@ def print_table(text: TextTable, console: Console) -> None:
     for number, column in enumerate(text.columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in text.rows:
-        table.add_row(*row, style="bold" if row[0] in _EMPHASISED else None)
+        table.add_row(*map(escape, row), style="bold" if row[0] in _EMPHASISED else None)
     console.print(table)
     console.print()
 

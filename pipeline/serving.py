@@ -25,12 +25,12 @@ from pipeline import html_report
 from pipeline.config import Config, dump_config
 from pipeline.errors import ConfigError
 from pipeline.recorded_rounds import Calibrate, read_recorded_trace
+from pipeline.report_text import print_warnings, wide_console
 from pipeline.serving_plots import plot_budget, plot_cost_table, plot_frontier, save_png
 from pipeline.telemetry import Progress
 
 VERSION = 1
 RESULT = "simulation.json"
-_MIN_CONSOLE_WIDTH = 110
 FRONTIER, BUDGET, COSTS = "frontier.png", "budget.png", "cost_table.png"
 
 
@@ -96,7 +96,7 @@ def run_simulation(config: Config, *, dry_run: bool = False, console: Console | 
 
     Raises ConfigError for settings that do not fit each other, CostTableError for an unusable table.
     """
-    console = console or _console()
+    console = console or wide_console()
     prepared = prepare(config)
     policies = _policies(config, prepared.trace.block_size)
     _check_reach(config, prepared)
@@ -104,8 +104,10 @@ def run_simulation(config: Config, *, dry_run: bool = False, console: Console | 
         f"simulate: {len(policies)} policies at {len(config.simulation.concurrency)} loads, acceptance: "
         f"{prepared.source}, costs: {prepared.table.kind}, {prepared.table.target} on {prepared.table.device}",
         highlight=False,
+        markup=False,
     )
     if dry_run:
+        print_warnings(prepared.warnings, console)
         return None
     output = output_folder(config)
     output.mkdir(parents=True, exist_ok=True)
@@ -214,18 +216,11 @@ def print_result(result: SimulationResult, console: Console) -> None:
             cells = [form(by_cell[policy, count]) for count in users]
             table.add_row(policy, *cells, style="bold" if policy.startswith("dspark") else None)
         console.print(table)
-    for warning in result.warnings:
-        console.print(f"warning: {warning}", style="bold red", highlight=False, markup=False)
+    print_warnings(result.warnings, console)
 
 
 def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _console() -> Console:
-    """The terminal; wide enough for the tables also where the width is unknown (a job's log)."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _MIN_CONSOLE_WIDTH))
 
 
 def _cells(config: Config, policies: tuple[str, ...]) -> Iterator[tuple[str, Load]]:

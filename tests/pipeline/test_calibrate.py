@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cache_store.identity import digest_weights
 from jobs.calibrate_drafter import main
 from model.decoding.calibration import from_json
 from model.drafter import DSparkDrafter
@@ -23,7 +24,8 @@ from pipeline.config import Config, TargetSection, dump_config
 from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.errors import ConfigError
 from pipeline.evaluate import DRAFTER
-from pipeline.html_report import output_folder
+from pipeline.html_report import REPORT_JSON, output_folder
+from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.rounds_table import write_tables
 from tests.golden_data import drafter_config
 from tests.pipeline.hf_target import HIDDEN, VOCAB, save_tiny_target
@@ -56,7 +58,9 @@ def evaluated(make_config: Callable[..., Config]) -> Callable[..., Config]:
         folder.mkdir(parents=True, exist_ok=True)
         write_tables(folder, rows, [])
         drafter = DSparkDrafter(drafter_config(block_size=GAMMA)).init_weights(0)
-        save_drafter(Path(config.training.output) / DRAFTER, drafter, {"step": 7})
+        exported = save_drafter(Path(config.training.output) / DRAFTER, drafter, {"step": 7})
+        report = make_report(settings={DRAFTER_WEIGHTS: digest_weights(exported)})
+        (folder / REPORT_JSON).write_text(report.to_json())
         return config
 
     return make
@@ -66,7 +70,6 @@ def test_job_fits_saves_exports_and_redraws_the_page(evaluated: Callable[..., Co
     rows = [*overconfident(200), make_round(0, drafter="untrained", confidences=(0.5,) * GAMMA)]
     config = evaluated(rows, folded=str(tmp_path / "folded"))
     folder, drafter = output_folder(config), Path(config.training.output) / DRAFTER
-    (folder / "report.json").write_text(make_report().to_json())
     before = json.loads((drafter / "config.json").read_text())
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
@@ -120,6 +123,23 @@ def test_unusable_rounds_and_drafters_are_refused(evaluated: Callable[..., Confi
     save_drafter(tmp_path / "plain", plain.init_weights(0), {})
     with pytest.raises(ConfigError, match="no confidence head to fold"):
         fold_drafter(tmp_path / "plain", tmp_path / "out", 2.0, target=TargetSection(path="unread"))
+
+
+def test_rounds_of_another_drafter_are_refused(
+    evaluated: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = evaluated(overconfident(5))
+    folder, exported = output_folder(config), Path(config.training.output) / DRAFTER
+    run_calibration(config, dry_run=True)
+    save_drafter(exported, DSparkDrafter(drafter_config(block_size=GAMMA)).init_weights(1), {"step": 8})
+    with pytest.raises(ConfigError, match=r"the rounds are another drafter's.*evaluate_drafter\.py again"):
+        run_calibration(config)
+    (folder / REPORT_JSON).unlink()
+    run_calibration(config, dry_run=True)
+    assert "they were not compared" in capsys.readouterr().out
+    save_drafter(exported, DSparkDrafter(drafter_config(block_size=GAMMA + 1)).init_weights(1), {})
+    with pytest.raises(ConfigError, match=r"rounds of \[3\] confidences, .* drafts 4"):
+        run_calibration(config)
 
 
 def test_folding_keeps_the_copies_that_a_drafter_carries(tmp_path: Path) -> None:

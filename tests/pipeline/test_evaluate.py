@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from cache_store.identity import digest_weights
 from jobs.evaluate_drafter import main
 from model.drafter import DSparkDrafter
 from model.export import save_drafter
@@ -21,6 +23,7 @@ from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.evaluate import add_agreement, flag_useless, require_lossless, run_evaluation
 from pipeline.html_report import output_folder
 from pipeline.identity import check_target
+from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.train.recipe import drafter_config
 from tests.pipeline.test_acceptance import GAMMA, make_round
 from tests.pipeline.test_report import make_report
@@ -77,14 +80,36 @@ def test_empty_settings_are_refused(fields: dict[str, Any], message: str, evalua
         run_evaluation(evaluation(ROWS, **fields))
 
 
+def export_untrained(config: Config, **shape: Any) -> Path:
+    """A drafter with fresh weights that says it was trained for the config's target."""
+    drafter = DSparkDrafter(dataclasses.replace(drafter_config(config), **shape)).init_weights(1).to(torch.float32)
+    identity = current_identity(config, check_target(config))
+    provenance = {f"cache.{name}": value for name, value in identity.items()}
+    return save_drafter(Path(config.training.output) / "drafter", drafter, provenance)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_new_tokens": 10_000}, "max_new_tokens 10000 leaves no room for a prompt within"),
+        ({"confidence_threshold": 0.5}, "has no confidence head; set it to 0"),
+    ],
+)
+def test_settings_that_no_prompt_could_be_decoded_with_are_refused(
+    fields: dict[str, Any], message: str, evaluation: Callable[..., Config]
+) -> None:
+    config = evaluation(ROWS, **fields)
+    export_untrained(config, enable_confidence_head=False, confidence_head_with_markov=False)
+    with pytest.raises(ConfigError, match=message):
+        run_evaluation(config, dry_run=True)
+
+
 def test_job_measures_an_exported_drafter_and_writes_everything(
     evaluation: Callable[..., Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = evaluation(ROWS[:4], limit_per_domain=1, num_actors=2)
-    drafter = DSparkDrafter(drafter_config(config)).init_weights(1).to(torch.float32)
-    identity = current_identity(config, check_target(config))
+    drafter = export_untrained(config)
     run = Path(config.training.output)
-    save_drafter(run / "drafter", drafter, {f"cache.{name}": value for name, value in identity.items()})
     (run / "metrics.jsonl").write_text('{"step": 1, "tau": 1.0}\n')
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
@@ -99,6 +124,7 @@ def test_job_measures_an_exported_drafter_and_writes_everything(
         assert title in shown
     data = json.loads((output_folder(config) / "report.json").read_text())
     assert data["settings"]["first_rendered_prompts"][0].startswith("<|im_start|>user\na 0")
+    assert data["settings"][DRAFTER_WEIGHTS] == digest_weights(drafter)
     assert [check["equal"] for check in data["greedy"]] == [2, 2]
     rounds = pq.read_table(output_folder(config) / "rounds.parquet")
     assert data["counts"]["rounds"] == rounds.num_rows > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ from pipeline import serving
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.html_report import output_folder, read_report, write_html
+from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.report_tables import calibration_table, report_tables
 from tests.pipeline.test_report import make_report
 from tests.pipeline.test_report_tables import make_calibration
@@ -91,6 +93,14 @@ def test_sections_appear_with_their_artefacts(make_config: Callable[..., Config]
         (simulated / name).write_bytes((folder / "domains.png").read_bytes())
     (folder / "calibration.json").write_text(make_calibration().to_json())
     assert set(page(config, folder).titles) - set(first) == {"Calibration", "Cost of a step", "Serving, simulated"}
+
+
+def test_a_calibration_of_another_drafter_is_not_shown(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    calibration = dataclasses.replace(make_calibration(), fitted_on={DRAFTER_WEIGHTS: "old"})
+    (tmp_path / "calibration.json").write_text(calibration.to_json())
+    for weights, shown in (("old", True), ("new", False)):
+        (tmp_path / "report.json").write_text(make_report(settings={DRAFTER_WEIGHTS: weights}).to_json())
+        assert ("Calibration" in page(make_config(), tmp_path).titles) is shown
 
 
 def test_a_simulation_draws_itself_into_the_page(simulation: Callable[..., Config]) -> None:
