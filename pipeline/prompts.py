@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_store.ledger import Reject
@@ -117,7 +118,7 @@ def _own_id(value: Any) -> str | None:
     if not isinstance(value, Mapping):
         return None
     own = value.get("id")
-    if isinstance(own, str) and own.strip():
+    if isinstance(own, str) and own.strip() and not _broken(own):
         return own
     return str(own) if isinstance(own, int) and not isinstance(own, bool) else None
 
@@ -127,14 +128,26 @@ def normalise(value: Any, *, location: str) -> Prompt:
     if not isinstance(value, Mapping):
         raise BadRow(f"found {_kind(value)}, wanted an object with messages, conversations or prompt")
     system, users = _turns(value)
-    domain, language = value.get("domain"), value.get("language")
-    for name, label in (("domain", domain), ("language", language)):
-        if label is not None and not isinstance(label, str):
-            raise BadRow(f"{name} is {_kind(label)}, wanted a string")
+    domain, language = (_label(value, name) for name in ("domain", "language"))
     if value.get("id") is not None and _own_id(value) is None:
-        raise BadRow(f"id is {_kind(value['id'])}, wanted a non-empty string or an integer")
+        found = "not Unicode text" if _broken(value["id"]) else _kind(value["id"])
+        raise BadRow(f"id is {found}, wanted a non-empty string or an integer")
+    if value.get("tools"):
+        raise BadRow("has tools, which the target would not be told of: they are not supported")
     sample_id = _own_id(value) or _content_id(system, users, domain)
     return Prompt(sample_id=sample_id, system=system, users=users, domain=domain, source=location, language=language)
+
+
+def _label(value: Mapping[str, Any], name: str) -> str | None:
+    label = value.get(name)
+    if label is not None and (not isinstance(label, str) or _broken(label)):
+        raise BadRow(f"{name} is {'not Unicode text' if _broken(label) else _kind(label)}, wanted a string")
+    return label
+
+
+def _broken(value: Any) -> bool:
+    """Whether a string holds half a surrogate pair: JSON can write it, no file can keep it."""
+    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _content_id(system: str | None, users: tuple[str, ...], domain: str | None) -> str:
@@ -172,7 +185,7 @@ def _message(message: Any, number: int) -> tuple[str, str]:
     if not isinstance(message, Mapping):
         raise BadRow(f"message {number} is {_kind(message)}, wanted an object")
     role = message.get("role", message.get("from"))
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise BadRow(f"message {number} has the unknown role {role!r}")
     role = _ROLES[role]
     content = message.get("content", message.get("value"))
@@ -184,10 +197,8 @@ def _text(content: Any, what: str, *, allow_empty: bool) -> str:
         raise BadRow(f"{what}: the content is {_kind(content)}, wanted a string")
     if not allow_empty and not content.strip():
         raise BadRow(f"{what}: the content is empty")
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRow(f"{what}: the content holds half a surrogate pair") from error
+    if _broken(content):
+        raise BadRow(f"{what}: the content holds half a surrogate pair")
     return content
 
 
@@ -201,11 +212,14 @@ def _rows(sources: Iterable[str], endpoint_url: str | None, counts: PromptCounts
             yield from _hub_rows(source)
             continue
         for name, open_file in _files(source, endpoint_url):
-            with open_file() as stream:
-                if name.endswith(".parquet"):
-                    yield from _parquet_rows(name, stream)
-                else:
-                    yield from _json_rows(name, stream, counts)
+            try:
+                with open_file() as stream:
+                    if name.endswith(".parquet"):
+                        yield from _parquet_rows(name, stream)
+                    else:
+                        yield from _json_rows(name, stream, counts)
+            except OSError as error:
+                raise ConfigError(f"prompts.sources {name}: cannot read it: {error}") from error
 
 
 def _files(source: str, endpoint_url: str | None) -> Iterator[tuple[str, Any]]:
@@ -217,6 +231,8 @@ def _files(source: str, endpoint_url: str | None) -> Iterator[tuple[str, Any]]:
         openers = [(f"{folder}/{info.name}", _remote_opener(storage, info.name, info.size)) for info in found]
     else:
         path = Path(source.removeprefix("file://"))
+        if path.is_dir():
+            raise ConfigError(f"prompts.sources {source!r}: is a folder, wanted files, for instance {path / '*.jsonl'}")
         anchor = Path(path.anchor or ".")
         paths = [path] if path.is_file() else sorted(anchor.glob(str(path.relative_to(path.anchor))))
         openers = [(str(found), found.open) for found in paths if found.is_file()]
@@ -256,9 +272,23 @@ def _parquet_rows(name: str, stream: IO[bytes]) -> Iterator[RawRow]:
         raise ConfigError(f"prompts.sources {name}: not a readable Parquet file: {error}") from error
     number = 0
     for batch in file.iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
+        try:
+            rows: list[Any] = batch.to_pylist()
+        except UnicodeDecodeError:
+            rows = [_parquet_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+        for row in rows:
             number += 1
-            yield RawRow(f"{name}:{number}", value=row)
+            if isinstance(row, UnicodeDecodeError):
+                yield RawRow(f"{name}:{number}", error=f"not UTF-8: {row.reason} at byte {row.start}")
+            else:
+                yield RawRow(f"{name}:{number}", value=row)
+
+
+def _parquet_row(batch: pa.RecordBatch) -> dict[str, Any] | UnicodeDecodeError:
+    try:
+        return dict(batch.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _hub_rows(source: str) -> Iterator[RawRow]:

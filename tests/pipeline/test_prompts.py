@@ -79,6 +79,11 @@ def test_every_accepted_form(row: dict[str, object], system: str | None, users: 
         ({"prompt": "a", "domain": 3}, "domain is int"),
         ({"prompt": "a", "language": 3}, "language is int"),
         ({"prompt": "\ud800"}, "surrogate"),
+        ({"prompt": "a", "id": "\ud800"}, "id is not Unicode text"),
+        ({"prompt": "a", "domain": "\ud800"}, "domain is not Unicode text"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role"),
+        ({"messages": [{"role": {"a": 1}, "content": "a"}]}, "unknown role"),
+        ({"prompt": "a", "tools": [{"name": "search"}]}, "has tools"),
     ],
 )
 def test_odd_rows_say_why(row: object, reason: str) -> None:
@@ -144,6 +149,25 @@ def test_missing_sources_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"not parquet")
     with pytest.raises(ConfigError, match="not a readable Parquet file"):
         read(tmp_path / "x.parquet")
+    for folder in (tmp_path, "", "."):
+        with pytest.raises(ConfigError, match="is a folder, wanted files"):
+            read(folder)
+
+
+def test_damaged_parquet_is_named_and_rows_of_other_bytes_are_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": [f"{number} " * 40 for number in range(3000)]}), file, compression="none")
+    content = bytearray(file.read_bytes())
+    content[4000:9000] = bytes(5000)
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{file}: cannot read it"):
+        read(file)
+    offsets = pa.array([0, 2, 4], pa.int32()).buffers()[1]
+    latin = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"\xff\xfeok")])
+    pq.write_table(pa.table({"prompt": latin}), file)
+    prompts, rejects, _ = read(file)
+    assert [prompt.users for prompt in prompts] == [("ok",)]
+    assert rejects[0].reason.startswith("not UTF-8")
 
 
 def test_hub_sources_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +187,12 @@ def test_objects_of_a_bucket(tmp_path: Path) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(), max_size=8),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
             st.sampled_from(
-                ["messages", "conversations", "prompt", "role", "from", "content", "value", "id", "domain"]
+                ["messages", "conversations", "prompt", "role", "from", "content", "value", "id", "domain", "tools"]
             ),
             inner,
             max_size=4,
@@ -187,3 +211,4 @@ def test_any_json_is_a_prompt_or_a_bad_row(value: object) -> None:
     assert prompt.users
     assert all(text.strip() for text in prompt.users)
     assert prompt.sample_id
+    assert len(prompt.digest()) == 32
