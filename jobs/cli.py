@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
+# The machine's state, not ours: a line says all there is to say. Other OSErrors keep their traceback.
+_SURROUNDINGS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR}
 
 
 def run_job(
@@ -45,6 +48,11 @@ def run_job(
         return _fail(error, EXIT_BAD_CONFIG)
     except (PipelineError, CacheError, ModelError) as error:
         return _fail(error, EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in _SURROUNDINGS:
+            raise
+        print(f"{error}: free space, or name a place that can be written; then run the same command", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted: run the same command to continue", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def test_overrides_stand_on_either_side_of_an_option() -> None:
         (PipelineError("broke"), 1),
         (CacheError("broke"), 1),
         (ModelError("broke"), 1),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/dev/null/x"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -53,11 +56,12 @@ def test_failures_are_one_line(error: BaseException, code: int, capsys: pytest.C
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_unexpected_errors_keep_their_traceback() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "absent", "x")])
+def test_unexpected_errors_keep_their_traceback(error: Exception) -> None:
     def call(config: Config, dry_run: bool) -> int:
-        raise ZeroDivisionError
+        raise error
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error)):
         run_job("x", call, ["--config", DEMO])
 
 
