@@ -234,16 +234,18 @@ def _report(
 def _absolute_url(url: str) -> str:
     """A local folder as an absolute path: workers do not share the driver's working directory.
 
-    Raises ConfigError inside a submitted job, whose working directory is a temporary copy.
+    Raises StorageError for an empty or mistyped URL, and ConfigError for a relative one inside a submitted job, whose
+    working directory is a temporary copy.
     """
-    if "://" in url or Path(url).is_absolute():
+    folder = open_storage(url).local_root  # refuses what is neither a folder nor a URL
+    if folder is None or "://" in url or Path(url).is_absolute():
         return url
     if "working_dir_files" in Path.cwd().parts:
         raise ConfigError(
             f"cache.url {url} is relative, and the working directory of a submitted job is a temporary copy that Ray "
             "deletes; give an absolute path or an s3:// URL"
         )
-    return str(Path(url).absolute())
+    return str(folder)
 
 
 def _indent(text: str) -> str:

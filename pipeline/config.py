@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -123,6 +124,8 @@ class LossSection(Section):
     ce: float = Field(default=0.1, ge=0)
     l1: float = Field(default=0.9, ge=0)
     confidence: float = Field(default=1.0, ge=0)
+    confidence_detached: bool = False
+    """true: the confidence term moves the confidence head alone, neither backbone nor Markov head."""
     decay_gamma: float = Field(default=4.0, gt=0)
     """w_k = exp(-(k-1)/decay_gamma). EAGLE-3's default is its step decay 0.8 in this form, 4.48."""
 
@@ -294,6 +297,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: found a {type(key).__name__}, wanted a key")
             if key in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice")
             seen.add(key)
@@ -309,6 +314,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)  # a SafeLoader subclass
     except yaml.YAMLError as error:
@@ -320,9 +327,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply_override(data, override)
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(_at_home(data))
     except ValidationError as error:
         raise ConfigError("; ".join(f"{path}: {line}" for line in _explain(error))) from error
+
+
+def _at_home(value: Any) -> Any:
+    """`~/...` as a shell reads it: no shell does it in a YAML file or behind the `=` of an override."""
+    if isinstance(value, dict):
+        return {key: _at_home(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

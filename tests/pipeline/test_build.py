@@ -14,7 +14,7 @@ import torch
 from cache_store.audit import verify_cache
 from cache_store.calibration import CALIBRATION
 from cache_store.codec import to_float
-from cache_store.errors import CacheMismatch
+from cache_store.errors import CacheMismatch, StorageError
 from cache_store.gc import collect_garbage
 from cache_store.ledger import Ledger
 from cache_store.reader import CacheReader
@@ -213,7 +213,9 @@ def test_a_preflight_with_another_models_tokens_fails(make_config: MakeConfig, t
         ({"extraction": {"layer_ids": [0, 3]}}, ConfigError, "last layer"),
         ({"drafter": {"mask_token": 5000}}, ConfigError, "mask_token 5000 lies outside"),
         ({"prompts": {"sources": ["/nowhere/*.jsonl"]}}, ConfigError, "no such file"),
-        ({"cache": {"url": "/proc/nowhere"}}, Exception, "/proc/nowhere"),
+        ({"cache": {"url": "/proc/nowhere"}}, StorageError, "/proc/nowhere"),
+        ({"cache": {"url": ""}}, StorageError, "names no place"),
+        ({"cache": {"url": "s3:/bucket/cache"}}, StorageError, "found no '://'"),
     ],
 )
 def test_mistakes_are_one_line_before_any_engine(

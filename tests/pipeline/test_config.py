@@ -89,6 +89,19 @@ def test_missing_file_bad_yaml_and_duplicate_key(tmp_path: Path) -> None:
     broken.write_text("- a\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="wanted a mapping"):
         load_config(broken)
+    broken.write_text("name: a\n? [b]\n: c\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2: found a list, wanted a key"):
+        load_config(broken)
+    broken.write_bytes("name: é\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"not UTF-8: .* at byte 6"):
+        load_config(broken)
+
+
+def test_home_is_what_a_shell_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = load_config(DEMO, ["cache.url=~/cache", "prompts.sources=[~/a.jsonl, b~/c]", "training.output=~/run"])
+    assert (config.cache.url, config.training.output) == ("/home/somebody/cache", "/home/somebody/run")
+    assert config.prompts.sources == ("/home/somebody/a.jsonl", "b~/c")
 
 
 def test_missing_sections_are_listed() -> None:
