@@ -178,7 +178,9 @@ def measure(loss: str, size: Size, args: argparse.Namespace) -> dict[str, Any]:
     del embedding
     made = make_inputs(size, args.anchors, dtype)
     inputs = DrafterInputs(made.hidden_states_BTC.to(device), made.last_hidden_BTD.to(device), made.blocks.to(device))
-    settings = LossConfig(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0, rows_per_chunk=args.rows_per_chunk)
+    settings = LossConfig(
+        ce=0.1, l1=0.9, confidence=1.0, confidence_detached=False, decay_gamma=4.0, rows_per_chunk=args.rows_per_chunk
+    )
     forget_peak(device)
     before = held_mb(device, peak=False)
     seconds = []

@@ -101,14 +101,22 @@ class DSparkDrafter(nn.Module):
             x_ASD = layer.finish(x_ASD, attended)
         return predicting_slots(self.norm(x_ASD), config)
 
-    def head_outputs(self, hidden_AKD: Tensor, previous_ids_AK: Tensor) -> HeadOutputs:
-        """Markov features and confidence logits, the previous tokens being known."""
+    def head_outputs(
+        self, hidden_AKD: Tensor, previous_ids_AK: Tensor, *, detach_confidence: bool = False
+    ) -> HeadOutputs:
+        """Markov features and confidence logits, the previous tokens being known.
+
+        `detach_confidence`: the logits' gradient ends at the confidence head's own weights.
+        """
         embedded = features = confidence = None
         if self.markov_head is not None:
             embedded = self.markov_head.markov_w1(previous_ids_AK)
             features = self.markov_head.features(embedded, hidden_AKD)
         if self.confidence_head is not None:
-            confidence = self.confidence_head(hidden_AKD, embedded)
+            read = (hidden_AKD, embedded)
+            if detach_confidence:
+                read = (hidden_AKD.detach(), None if embedded is None else embedded.detach())
+            confidence = self.confidence_head(*read)
         return HeadOutputs(features, confidence)
 
     def draft_logits(self, hidden: Tensor, features: Tensor | None, heads: TargetHeads) -> Tensor:

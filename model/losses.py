@@ -28,6 +28,8 @@ class LossConfig:
     ce: float
     l1: float
     confidence: float
+    confidence_detached: bool
+    """The confidence term has no gradient beyond its own head."""
     decay_gamma: float
     """Already applied in Blocks.weights; kept here so that one object describes the objective."""
     rows_per_chunk: int
@@ -82,7 +84,7 @@ def dspark_loss(drafter: DSparkDrafter, heads: TargetHeads, inputs: DrafterInput
     if len(blocks.anchors) == 0:
         return _empty_output(drafter, inputs)
     hidden_AKD = _block_hidden(drafter, heads, inputs)
-    small = drafter.head_outputs(hidden_AKD, blocks.previous_ids)
+    small = drafter.head_outputs(hidden_AKD, blocks.previous_ids, detach_confidence=config.confidence_detached)
     target = _target_rows(inputs)
     draft = _draft_rows(drafter, hidden_AKD, small, target, blocks)
     terms = RowTerms(ce=config.ce, l1=config.l1, rows_per_chunk=config.rows_per_chunk)
@@ -97,7 +99,7 @@ def reference_loss(drafter: DSparkDrafter, heads: TargetHeads, inputs: DrafterIn
     if len(blocks.anchors) == 0:
         return _empty_output(drafter, inputs)
     hidden_AKD = _block_hidden(drafter, heads, inputs)
-    small = drafter.head_outputs(hidden_AKD, blocks.previous_ids)
+    small = drafter.head_outputs(hidden_AKD, blocks.previous_ids, detach_confidence=config.confidence_detached)
     draft_logits = drafter.draft_logits(hidden_AKD, small.features_AKR, heads)
     draft_logits = draft_logits.to(compute_dtype(draft_logits))
     last_hidden = inputs.last_hidden_BTD[blocks.rows[:, None], blocks.context_rows]

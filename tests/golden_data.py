@@ -139,6 +139,7 @@ def load_case(name: str) -> Case:
             ce=settings["ce_loss_alpha"],
             l1=settings["l1_loss_alpha"],
             confidence=settings["confidence_head_alpha"],
+            confidence_detached=False,
             decay_gamma=settings["loss_decay_gamma"],
             rows_per_chunk=32,
         ),

@@ -65,7 +65,9 @@ def load_eagle3() -> Eagle3Case:
         ),
         tensors=case,
         scalars=read_json("eagle3/scalars.json"),
-        loss_config=LossConfig(ce=1.0, l1=0.0, confidence=0.0, decay_gamma=4.0, rows_per_chunk=16),
+        loss_config=LossConfig(
+            ce=1.0, l1=0.0, confidence=0.0, confidence_detached=False, decay_gamma=4.0, rows_per_chunk=16
+        ),
     )
 
 

@@ -79,7 +79,9 @@ def test_counted_operations() -> None:
     inputs = train_step.make_inputs(TINY, 24, torch.bfloat16)
     drafter = DSparkDrafter(TINY.config).init_weights(0).bfloat16()
     heads = TargetHeads.from_tensors(torch.randn(1000, 64, dtype=torch.bfloat16))
-    settings = LossConfig(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0, rows_per_chunk=512)
+    settings = LossConfig(
+        ce=0.1, l1=0.9, confidence=1.0, confidence_detached=False, decay_gamma=4.0, rows_per_chunk=512
+    )
     # The counter knows neither the CPU's fused attention nor an in-place addmm_ (which float32 would use).
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         dspark_loss(drafter, heads, inputs, settings).total.backward()

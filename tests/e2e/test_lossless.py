@@ -30,7 +30,7 @@ from pipeline.train.recipe import drafter_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, NEW_TOKENS, FITTED_PROMPTS, STEPS = 50, 24, 2, 80
-LOSS = LossConfig(ce=1.0, l1=0.0, confidence=0.1, decay_gamma=4.0, rows_per_chunk=512)
+LOSS = LossConfig(ce=1.0, l1=0.0, confidence=0.1, confidence_detached=False, decay_gamma=4.0, rows_per_chunk=512)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -29,7 +29,7 @@ KINDS: dict[str, DrafterConfig] = {
     "dflash": drafter_config(**NO_HEADS),
     "eagle3": eagle3_config(target_layer_ids=(1, 3, 5), block_size=5),
 }
-DSPARK_LOSS = LossConfig(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0, rows_per_chunk=32)
+DSPARK_LOSS = LossConfig(ce=0.1, l1=0.9, confidence=1.0, confidence_detached=False, decay_gamma=4.0, rows_per_chunk=32)
 CE_LOSS = dataclasses.replace(DSPARK_LOSS, ce=1.0, l1=0.0, confidence=0.0)
 LENGTHS = (48, 37)
 

@@ -61,7 +61,7 @@ def test_loss_metrics_and_gradients_are_golden(implementation: str, name: str) -
         assert max_error(gradient, case.grads[parameter]) < 1e-6, parameter
 
 
-SETTINGS = LossConfig(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0, rows_per_chunk=32)
+SETTINGS = LossConfig(ce=0.1, l1=0.9, confidence=1.0, confidence_detached=False, decay_gamma=4.0, rows_per_chunk=32)
 HEADS = ("none", "vanilla", "gated", "rnn")
 
 
@@ -270,6 +270,25 @@ def test_teacher_and_confidence_target_get_no_gradient() -> None:
         # W2 acts on the confidence target alone here, so it must stay still.
         out = loss(case.drafter, case.heads, case.inputs, only_confidence)
         assert not grads_of(case.drafter, out.total)["markov_head.markov_w2.weight"].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_detached_confidence_term_moves_its_head_alone(implementation: str) -> None:
+    case = load_case("b7_vanilla_conf-markov")
+
+    def gradients(weight: float, detached: bool) -> dict[str, torch.Tensor]:
+        config = dataclasses.replace(case.loss_config, confidence=weight, confidence_detached=detached)
+        out = IMPLEMENTATIONS[implementation](case.drafter, case.heads, case.inputs, config)
+        return grads_of(case.drafter, out.total)
+
+    without, detached, joint = gradients(0.0, True), gradients(5.0, True), gradients(5.0, False)
+    for name, expected in without.items():
+        if name.startswith("confidence_head."):
+            assert torch.equal(detached[name], joint[name])
+            assert detached[name].any()
+        else:
+            assert torch.equal(detached[name], expected), name
+    assert not torch.allclose(joint["fc.weight"], without["fc.weight"])
 
 
 def test_coverage_counts_distinct_labels_among_the_draftable() -> None:
