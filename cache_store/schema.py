@@ -104,19 +104,22 @@ class CacheSpec:
         )
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> CacheSpec:
-        """Read `to_json`'s text; unknown, missing or wrongly typed fields raise CacheError."""
-        data, version = parse_versioned(text, "cache.json")
+    def from_json(cls, text: str | bytes, where: str = "cache.json") -> CacheSpec:
+        """Read `to_json`'s text; unknown, missing or wrongly typed fields raise CacheError that names `where`."""
+        data, version = parse_versioned(text, where)
         names = {field.name for field in fields(cls)} - {"format_version"}
         if version == 1:
             data.setdefault("last_codec", data.get("codec"))
         if set(data) != names:
             raise CacheError(
-                f"cache.json: missing fields {sorted(names - set(data))}, unknown fields {sorted(set(data) - names)}"
+                f"{where}: missing fields {sorted(names - set(data))}, unknown fields {sorted(set(data) - names)}"
             )
         if not isinstance(data["layer_ids"], list):
-            raise CacheError(f"cache.json: layer_ids is {data['layer_ids']!r}, wanted a list")
-        return cls(**data, format_version=version)
+            raise CacheError(f"{where}: layer_ids is {data['layer_ids']!r}, wanted a list")
+        try:
+            return cls(**data, format_version=version)
+        except CacheError as error:
+            raise CacheError(f"{where}: {error}") from error
 
 
 def parse_versioned(text: str | bytes, where: str) -> tuple[dict[str, Any], int]:

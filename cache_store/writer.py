@@ -60,11 +60,12 @@ def _refuse_other_records(storage: Storage, spec: CacheSpec) -> None:
 def load_spec(storage: Storage) -> CacheSpec:
     """The settings of an existing cache. Raises NotFound when there is no cache, CacheError when it is unreadable."""
     try:
-        return CacheSpec.from_json(storage.read(SPEC))
+        content = storage.read(SPEC)
     except NotFound as error:
         raise NotFound(
             f"{storage.url} holds no Target Cache (no {SPEC}); build one with jobs/build_cache.py"
         ) from error
+    return CacheSpec.from_json(content, storage.path(SPEC))
 
 
 class CacheWriter:

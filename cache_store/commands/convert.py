@@ -42,8 +42,9 @@ def run(options: argparse.Namespace) -> int:
     source = _source(options)
     endpoint = options.destination_endpoint_url or options.endpoint_url
     target = open_storage(options.destination, endpoint_url=endpoint)
-    if target.url == options.url.rstrip("/"):
-        raise CacheError(f"{options.url}: the new cache needs a place of its own")
+    places = [f"{storage.local_root or storage.url}".rstrip("/") + "/" for storage in (storage_of(options), target)]
+    if places[0].startswith(places[1]) or places[1].startswith(places[0]):
+        raise CacheError(f"{options.destination}: the new cache needs a place of its own, not inside {options.url}")
     with count_bar("converting") as progress:
         manifest = convert(source, target, _changes(options), progress)
     if options.json:

@@ -36,10 +36,14 @@ def run(options: argparse.Namespace) -> int:
             for finding in report.findings:
                 table.add_row(finding.kind, Text(finding.name, overflow="fold"), Text(finding.detail, overflow="fold"))
             Console().print(table)
-        verdict = "DAMAGED" if report.damaged else "sound, with orphans" if report.findings else "sound"
+        unfinished = {finding.kind for finding in report.findings if finding.damage} == {"not-sealed"}
+        damaged = "NOT SEALED" if unfinished else "DAMAGED"
+        verdict = damaged if report.damaged else "sound, with orphans" if report.findings else "sound"
         looked = f"{report.shards:,} shards, {report.samples:,} samples, {size_text(report.num_bytes)}"
         print(f"{verdict}: {looked}, {len(report.findings)} findings{' (quick: no shard was read)' * options.quick}")
-        if report.damaged:
+        if unfinished:
+            print("run the same build again: it finishes what is missing, and seals")
+        elif report.damaged:
             print(f"put it right: cache_store repair {options.url}")
         elif report.findings:
             print(f"remove what is left over: cache_store gc {options.url} --delete")

@@ -57,7 +57,15 @@ def test_unsealed_cache_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["inspect", storage.url]) == 0
     assert "NOT sealed" in capsys.readouterr().out
     assert main(["verify", storage.url]) == 1
-    assert "not-sealed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "not-sealed" in shown
+    assert "NOT SEALED: " in shown
+    assert "run the same build again" in shown
+    assert "DAMAGED" not in shown
+    storage.put("cache.json", b"{")
+    for command in ("inspect", "verify"):
+        assert main([command, storage.url]) == 1
+        assert f"{storage.url}/cache.json: not valid JSON" in capsys.readouterr().err
 
 
 def test_verify_exit_codes(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(arguments) == 0, "again: nothing is left to do"
     assert "values kept exactly" in capsys.readouterr().out
     assert cli.main(["verify", target]) == 0
-    assert cli.main(["convert", source, source]) == 1
-    assert "a place of its own" in capsys.readouterr().err
+    for place in (source, f"{tmp_path}/b/../a", f"{source}/shards/new", str(tmp_path)):
+        assert cli.main(["convert", source, place]) == 1
+        assert "a place of its own" in capsys.readouterr().err
+    assert cli.main(["convert", source, f"{source}-2"]) == 0
+    capsys.readouterr()
     assert cli.main(["convert", source, target, "--layers", "x"]) == 1
