@@ -211,12 +211,15 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DrafterConfig:
-        """The inverse of to_dict. Raises DrafterConfigError for a missing or an unknown key."""
+        """The inverse of to_dict. Raises DrafterConfigError for a missing, an unknown or a mistyped key."""
         names = {field.name for field in dataclasses.fields(cls)}
         if set(data) != names:
             raise DrafterConfigError(
                 f"drafter config: missing keys {sorted(names - set(data))}, unknown keys {sorted(set(data) - names)}"
             )
+        mistyped = {f.name: data[f.name] for f in dataclasses.fields(cls) if not _has_type(data[f.name], str(f.type))}
+        if mistyped:
+            raise DrafterConfigError(f"drafter config: {mistyped} of the wrong JSON types")
         tuples = {key: tuple(data[key]) for key in ("target_layer_ids", "layer_types")}
         return cls(**{**data, **tuples})
 
@@ -247,6 +250,18 @@ _POSITIVE_FIELDS = (
     "num_target_layers",
     "block_size",
 )
+
+
+def _has_type(value: Any, annotation: str) -> bool:
+    """Whether a JSON value fits a field's annotation; what the field's own checks name is left to them."""
+    if annotation.startswith("tuple"):
+        item = "int" if "int" in annotation else "str"
+        return isinstance(value, list | tuple) and all(_has_type(one, item) for one in value)
+    if annotation == "float":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation in ("int", "bool", "str"):
+        return type(value).__name__ == annotation
+    return value is None or isinstance(value, int | str)
 
 
 def rope_theta_of(config: Mapping[str, Any]) -> float:

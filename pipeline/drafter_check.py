@@ -53,6 +53,7 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
         data = json.loads(file.read_text(encoding="utf-8"))
         drafter = config_from_json(data, source=str(file))
         temperatures = _temperatures(data, drafter, file)
+        copies = has_copies(folder)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder}: no exported drafter there; run jobs/train.py with this config first") from error
     except (OSError, ValueError, ModelError) as error:
@@ -60,7 +61,7 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
     _check_shape(file, drafter, target)
     provenance = data.get("provenance") or {}
     refused, warned = compare_identity(provenance, current_identity(config, target))
-    refused += _foreign_copies(folder, target)
+    refused += _foreign_copies(folder, target) if copies else []
     if refused and not config.evaluation.allow_mismatch:
         raise ConfigError(
             f"{file}: the drafter was trained for another target: {'; '.join(refused)}; use the config that "
@@ -77,8 +78,7 @@ def check_drafter(folder: Path, config: Config, target: CheckedTarget) -> Checke
 
 def _foreign_copies(folder: Path, target: CheckedTarget) -> list[str]:
     try:
-        if has_copies(folder):
-            check_copies(folder, load_target_heads(target.folder, dtype=None))
+        check_copies(folder, load_target_heads(target.folder, dtype=None))
     except ModelError as error:
         return [str(error)]
     return []

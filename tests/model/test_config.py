@@ -69,6 +69,9 @@ def test_dict_round_trip_is_strict() -> None:
     assert DrafterConfig.from_dict(data) == drafter_config()
     with pytest.raises(DrafterConfigError, match=r"unknown keys \['blok_size'\]"):
         DrafterConfig.from_dict({**data, "blok_size": 7})
+    for field, value in (("block_size", None), ("sample_from_anchor", "no"), ("target_layer_ids", [1, "3"])):
+        with pytest.raises(DrafterConfigError, match=rf"\{{'{field}': .*wrong JSON types"):
+            DrafterConfig.from_dict({**data, field: value})
     del data["sample_from_anchor"]
     with pytest.raises(DrafterConfigError, match=r"missing keys \['sample_from_anchor'\]"):
         DrafterConfig.from_dict(data)

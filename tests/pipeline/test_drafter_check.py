@@ -85,8 +85,13 @@ def test_missing_or_foreign_drafter_is_one_line(make_config: Callable[..., Confi
     (folder / "config.json").write_text(json.dumps(data | other))
     with pytest.raises(ConfigError, match="vocab_size 77, the target has 1024"):
         check_drafter(folder, config, check_target(config))
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not a usable drafter"):
+    for broken in ("{", json.dumps(data | {"block_size": None})):
+        (folder / "config.json").write_text(broken)
+        with pytest.raises(ConfigError, match="not a usable drafter"):
+            check_drafter(folder, config, check_target(config))
+    (folder / "config.json").write_text(json.dumps(data))
+    (folder / "model.safetensors").write_bytes(b"\0" * 7)
+    with pytest.raises(ConfigError, match=r"not a usable drafter: .*model\.safetensors: not readable"):
         check_drafter(folder, config, check_target(config))
 
 
