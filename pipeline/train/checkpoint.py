@@ -177,9 +177,10 @@ def checksum(tensor: Tensor) -> int:
 def _problem(path: Path) -> str | None:
     try:
         files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
+        sizes = {name: files[name] for name in (f"{tensor}.safetensors" for tensor in TENSORS)}
     except (OSError, ValueError, KeyError, TypeError):
         return "has no readable state.json"
-    for name, size in files.items():
+    for name, size in sizes.items():
         file = path / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:

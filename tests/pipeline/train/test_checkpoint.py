@@ -63,6 +63,16 @@ def test_half_written_checkpoint_is_ignored_aloud(tmp_path: Path, file: str, kep
     assert str(bad) in said[0]
 
 
+@pytest.mark.parametrize("files", [None, [], {}, {"master.safetensors": 1}])
+def test_a_state_that_names_no_files_is_half_written(tmp_path: Path, files: object) -> None:
+    good, bad = save(tmp_path, 3), save(tmp_path, 6)
+    content = json.loads((bad / "state.json").read_text())
+    (bad / "state.json").write_text(json.dumps({**content, "files": files}))
+    said: list[str] = []
+    assert complete_checkpoints(tmp_path, said.append) == [good]
+    assert "has no readable state.json" in said[0]
+
+
 def test_killed_before_the_rename_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = save(tmp_path, 3)
 
