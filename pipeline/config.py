@@ -376,10 +376,11 @@ def _explain(error: ValidationError) -> Iterable[str]:
 
 def _fields_at(location: Sequence[str]) -> list[str]:
     section: Any = Config
-    for key in location:
+    for key in (key for key in location if not key.isdigit()):
         known = getattr(section, "model_fields", {})
         annotation = known[key].annotation if key in known else None
-        candidates = (annotation, *get_args(annotation))
+        inner = get_args(annotation)
+        candidates = (annotation, *inner, *(one for part in inner for one in get_args(part)))
         found = [c for c in candidates if isinstance(c, type) and (issubclass(c, BaseModel) or is_dataclass(c))]
         if not found:
             return []

@@ -57,6 +57,7 @@ def test_full_size_recipe_is_the_papers() -> None:
         ("name=a/b", "one word"),
         ("cache=null", "cache"),
         ("cache.storage.atempts=3", "did you mean 'attempts'?"),
+        ("training.data.mix=[{url: x, weigth: 2}]", "did you mean 'weight'?"),
         ("cache.storage.attempts=0", "attempts is 0"),
         ("cache.disk_cache={path: /x}", "key 'cache.disk_cache.max_gb' is missing"),
         ("cache.disk_cache={path: /x, max_gb: 0}", "positive limit"),
