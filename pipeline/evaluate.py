@@ -29,7 +29,7 @@ from pipeline.identity import CheckedTarget, check_target
 from pipeline.report import DRAFTER_WEIGHTS, EvaluationReport, TauAgreement
 from pipeline.report_text import markdown, print_report, print_warnings, wide_console
 from pipeline.rounds_table import ROUNDS, write_tables
-from pipeline.sweep import sweep_thresholds
+from pipeline.sweep import calibrated, sweep_thresholds
 
 REPORT_MARKDOWN = "report.md"
 DRAFTER = "drafter"
@@ -143,6 +143,7 @@ def _prepare(config: Config) -> _Ready:
 
 def _make_report(config: Config, ready: _Ready, measured: Measured) -> EvaluationReport:
     rounds, decodes = measured.rounds, measured.decodes
+    trained = [row for row in rounds if row.drafter == TRAINED]
     block_size, seed = ready.drafter.block_size, config.evaluation.seed
     report = EvaluationReport(
         name=config.name,
@@ -152,7 +153,7 @@ def _make_report(config: Config, ready: _Ready, measured: Measured) -> Evaluatio
         settings=_settings(config, ready),
         acceptance=tuple(summarise(rounds, block_size=block_size, seed=seed)),
         breakdowns=tuple(break_down(rounds, block_size=block_size, seed=seed)),
-        sweep=tuple(sweep_thresholds([row for row in rounds if row.drafter == TRAINED])),
+        sweep=tuple(sweep_thresholds(calibrated(trained, ready.recipe.confidence_temperatures))),
         speed=tuple(summarise_speed(rounds, decodes)),
         greedy=tuple(check_greedy(decodes)),
         agreement=None,

@@ -9,8 +9,11 @@ Measure one threshold for real with `evaluation.confidence_threshold`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from model.decoding.calibration import scale
 from pipeline.acceptance import RoundRow
 
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -28,6 +31,14 @@ class SweepPoint:
     """τ, bonus token included."""
     verify_rate: float | None
     """Accepted drafts per verified draft; None when none was verified."""
+
+
+def calibrated(rounds: Sequence[RoundRow], temperatures: Sequence[float]) -> Sequence[RoundRow]:
+    """The rounds with the confidences that a threshold sees: scaled by a calibration, if there is one."""
+    if not temperatures:
+        return rounds
+    scaled = scale(torch.tensor([row.confidences for row in rounds]), temperatures).tolist()
+    return [replace(row, confidences=tuple(line)) for row, line in zip(rounds, scaled, strict=True)]
 
 
 def sweep_thresholds(rounds: Sequence[RoundRow], thresholds: Sequence[float] = THRESHOLDS) -> list[SweepPoint]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.sweep import sweep_thresholds
+from pipeline.sweep import calibrated, sweep_thresholds
 from tests.pipeline.test_acceptance import make_round
 
 CONFIDENCES = (0.9, 0.6, 0.3)
@@ -33,6 +33,14 @@ def test_temperatures_are_kept_apart_and_rounds_without_confidences_left_out() -
     rounds = [make_round(1, confidences=CONFIDENCES), make_round(1, confidences=CONFIDENCES, temperature=1.0)]
     assert [p.temperature for p in sweep_thresholds(rounds, (0.0,))] == [0.0, 1.0]
     assert sweep_thresholds([make_round(1)]) == []
+
+
+def test_thresholds_apply_to_calibrated_confidences() -> None:
+    rounds = [make_round(3, confidences=CONFIDENCES)]
+    assert calibrated(rounds, ()) is rounds
+    mild = calibrated(rounds, (1.0, 1.0, 0.1))  # 0.3 becomes nearly 0, the others stay
+    assert mild[0].confidences[:2] == pytest.approx(CONFIDENCES[:2])
+    assert [sweep_thresholds(rows, (0.1,))[0].verified for rows in (rounds, mild)] == [3.0, 2.0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.floats(0, 1), min_size=3, max_size=3)), min_size=1))
