@@ -13,8 +13,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; returns the exit code."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config")
-    config_path = parser.parse_known_args(argv)[0].config
-    return run_job(__doc__ or "", lambda config, dry_run: 0 if dry_run else run_demo(config, config_path), argv)
+    own, rest = parser.parse_known_args(argv)
+    overrides = [word for word in rest if not word.startswith("-")]
+    return run_job(
+        __doc__ or "", lambda config, dry_run: run_demo(config, own.config, overrides, dry_run=dry_run), argv
+    )
 
 
 if __name__ == "__main__":

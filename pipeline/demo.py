@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.build import EXIT_COMPLETE_WITH_REJECTS
@@ -15,10 +16,10 @@ from pipeline.errors import PipelineError
 from pipeline.telemetry import format_duration
 
 
-def demo_steps(config: Config, config_path: str) -> list[tuple[str, list[str]]]:
+def demo_steps(config: Config, config_path: str, overrides: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
     """The demo's steps: (title, command). The commands are the public ones; nothing is private to the demo."""
     python, tools = sys.executable, Path(sys.executable).parent
-    job = ["--config", config_path]
+    job = ["--config", config_path, *overrides]
     return [
         ("Build the Target Cache", [python, "jobs/build_cache.py", *job]),
         ("Look at it before paying for training", [str(tools / "cache_store"), "inspect", config.cache.url]),
@@ -31,22 +32,31 @@ def demo_steps(config: Config, config_path: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def run_demo(config: Config, config_path: str) -> int:
+def run_demo(config: Config, config_path: str, overrides: Sequence[str] = (), *, dry_run: bool = False) -> int:
     """Prepare the target, run every step, and end by saying where the artefacts are. Returns an exit code.
+
+    A dry run prints the commands. `overrides` are those that made `config` from the file; every job gets them too.
 
     Raises PipelineError naming the step whose command failed.
     """
+    if dry_run:
+        print("\n".join(f"{title}: {_shown(command)}" for title, command in demo_steps(config, config_path, overrides)))
+        return 0
     started = time.monotonic()
     print(f"== Prepare the demo target in {config.target.path}", flush=True)
     prepare_demo_target(Path(config.target.path))
-    for title, command in demo_steps(config, config_path):
-        shown = shlex.join([Path(command[0]).name, *command[1:]])
+    for title, command in demo_steps(config, config_path, overrides):
+        shown = _shown(command)
         print(f"\n== {title} [{format_duration(time.monotonic() - started)}]\n$ {shown}", flush=True)
         code = subprocess.run(command, check=False).returncode
         if code not in (0, EXIT_COMPLETE_WITH_REJECTS):
             raise PipelineError(f"{title}: `{shown}` ended with {code}; `make demo` again continues where it stopped")
-    print(_closing(config, config_path, time.monotonic() - started), flush=True)
+    print(_closing(config, shlex.join([config_path, *overrides]), time.monotonic() - started), flush=True)
     return 0
+
+
+def _shown(command: Sequence[str]) -> str:
+    return shlex.join([Path(command[0]).name, *command[1:]])
 
 
 def _closing(config: Config, config_path: str, seconds: float) -> str:

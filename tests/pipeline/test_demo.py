@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs.demo import main
 from pipeline import demo
 from pipeline.build import EXIT_COMPLETE_WITH_REJECTS
 from pipeline.config import load_config
@@ -49,6 +50,19 @@ def test_steps_run_in_order_and_the_end_names_artefacts(
     out = capsys.readouterr().out
     for expected in ("build/demo/cache", "build/demo/run/drafter", "Try next"):
         assert expected in out
+
+
+def test_overrides_reach_every_job_and_a_dry_run_only_shows_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = _run(monkeypatch, [0] * 5)
+    arguments = ["--config", PATH, "training.output=elsewhere", "training.epochs=1"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert ran == []
+    assert capsys.readouterr().out.count("training.output=elsewhere training.epochs=1") == 3
+    assert main(arguments) == 0
+    jobs = [command for command in ran if command[1].startswith("jobs/")]
+    assert [command[2:] for command in jobs] == [arguments] * 3
 
 
 def test_a_failed_step_stops_the_demo_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
