@@ -219,7 +219,7 @@ def _rows(sources: Iterable[str], endpoint_url: str | None, counts: PromptCounts
                     else:
                         yield from _json_rows(name, stream, counts)
             except OSError as error:
-                raise ConfigError(f"prompts.sources {name}: cannot read it: {error}") from error
+                raise ConfigError(f"prompts {name}: cannot read it: {error}") from error
 
 
 def _files(source: str, endpoint_url: str | None) -> Iterator[tuple[str, Any]]:
@@ -232,13 +232,13 @@ def _files(source: str, endpoint_url: str | None) -> Iterator[tuple[str, Any]]:
     else:
         path = Path(source.removeprefix("file://"))
         if path.is_dir():
-            raise ConfigError(f"prompts.sources {source!r}: is a folder, wanted files, for instance {path / '*.jsonl'}")
+            raise ConfigError(f"prompts {source!r}: is a folder, wanted files, for instance {path / '*.jsonl'}")
         anchor = Path(path.anchor or ".")
         paths = [path] if path.is_file() else sorted(anchor.glob(str(path.relative_to(path.anchor))))
         openers = [(str(found), found.open) for found in paths if found.is_file()]
         openers = [(name, _binary(opener)) for name, opener in openers]
     if not openers:
-        raise ConfigError(f"prompts.sources {source}: no such file; give a path, a glob, an s3:// URL or hf:<dataset>")
+        raise ConfigError(f"prompts {source}: no such file; give a path, a glob, an s3:// URL or hf:<dataset>")
     yield from openers
 
 
@@ -269,7 +269,7 @@ def _parquet_rows(name: str, stream: IO[bytes]) -> Iterator[RawRow]:
     try:
         file = pq.ParquetFile(stream)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"prompts.sources {name}: not a readable Parquet file: {error}") from error
+        raise ConfigError(f"prompts {name}: not a readable Parquet file: {error}") from error
     number = 0
     for batch in file.iter_batches(batch_size=1024):
         try:
@@ -296,10 +296,10 @@ def _hub_rows(source: str) -> Iterator[RawRow]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"prompts.sources {source}: needs the package datasets: pip install datasets") from error
+        raise ConfigError(f"prompts {source}: needs the package datasets: pip install datasets") from error
     try:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"prompts.sources {source}: cannot load this dataset: {error}") from error
+        raise ConfigError(f"prompts {source}: cannot load this dataset: {error}") from error
     for number, row in enumerate(rows, start=1):
         yield RawRow(f"{source}:{number}", value=dict(row))
