@@ -23,6 +23,7 @@ from model.losses import LossConfig
 from model.warm_start import warm_start
 from pipeline.config import Config, TrainingSection
 from pipeline.config_cache import MixedCache
+from pipeline.drafter_check import compare_identity, current_identity
 from pipeline.engines.hf import (
     indispensable_tokens,
     resolve_mask_token,
@@ -33,6 +34,7 @@ from pipeline.engines.hf import (
     worker_section,
 )
 from pipeline.errors import ConfigError
+from pipeline.identity import check_target
 from pipeline.train.draft_vocab import DraftVocabulary, draft_vocabulary
 from pipeline.train.schedule import total_steps
 
@@ -113,6 +115,7 @@ def prepare_job(config: Config) -> TrainingJob:
     held_out, num_held_out = _held_out(config)
     drafter = drafter_config(config)
     check_cache(samples.spec, drafter, config.cache.url)
+    check_origin(samples.spec, config)
     training = config.training
     draft_vocab = _draft_vocab(config, drafter, samples.readers[0])
     absolute = config.model_copy(
@@ -268,6 +271,24 @@ def check_cache(cache: CacheSpec, drafter: DrafterConfig, url: str) -> None:
         raise ConfigError(
             f"{url} does not fit target and extraction.layer_ids: {'; '.join(different)}; train with the config that "
             "built the cache, or build another cache"
+        )
+
+
+def check_origin(cache: CacheSpec, config: Config) -> None:
+    """Refuse a cache whose states and tokens came from another target than the one at hand.
+
+    Its embedding and lm_head are what the drafter is trained with, and its template is what it will be served with. A
+    cache that does not name its weights (an import of the reference's) is not compared. Raises ConfigError naming
+    every difference.
+    """
+    if "weights" not in cache.identity:
+        return
+    built = {f"cache.{name}": value for name, value in cache.identity.items()}
+    different, _ = compare_identity(built, current_identity(config, check_target(config)))
+    if different:
+        raise ConfigError(
+            f"{config.cache.url} was built with another target than {config.target.path}: {'; '.join(different)}; "
+            "train with the config that built the cache, or build another cache"
         )
 
 

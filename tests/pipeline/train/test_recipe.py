@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from cache_store.reader import CacheReader
 from cache_store.storage import open_storage
 from pipeline.config import Config
 from pipeline.errors import ConfigError
-from pipeline.train.recipe import check_cache, prepare_job, training_sources
+from pipeline.identity import check_target, make_spec
+from pipeline.train.recipe import check_cache, check_origin, prepare_job, training_sources
+from tests.cache_store.samples import build_cache
 from tests.pipeline.train.rig import make_cache, make_config, make_target, mixed_masks
 
 
@@ -81,12 +85,31 @@ def test_cache_with_other_layers_is_refused_naming_both(root: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_target_layers", "vocab_size"])
 def test_cache_of_another_target_is_refused(root: Path, field: str) -> None:
-    import dataclasses
-
     job = prepare_job(make_config(root))
     other = dataclasses.replace(job.cache, **{field: 96})
     with pytest.raises(ConfigError, match=f"{field} is 96 in the cache, {getattr(job.cache, field)} here"):
         check_cache(other, job.drafter, "somewhere")
+
+
+def test_cache_of_other_weights_or_template_is_refused(
+    request: pytest.FixtureRequest, tiny_target: Path, tmp_path: Path
+) -> None:
+    config: Config = request.getfixturevalue("make_config")()
+    spec = make_spec(config, check_target(config), "prompts")
+    storage = open_storage(config.cache.url)
+    build_cache(storage, spec, 1, tokens=9)
+    assert prepare_job(config).num_samples == 1
+    other = shutil.copytree(tiny_target, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    elsewhere = config.model_copy(update={"target": config.target.model_copy(update={"path": str(other)})})
+    with pytest.raises(ConfigError, match=r"was built with another target than .*chat_template was .*, now "):
+        prepare_job(elsewhere)
+    trained_on = dataclasses.replace(spec, identity={**spec.identity, "weights": "others"})
+    with pytest.raises(ConfigError, match="weights was others, now "):
+        check_origin(trained_on, config)
+    imported = dataclasses.replace(spec, identity={"converted_from": []})
+    check_origin(imported, config)
 
 
 def test_mask_token_outside_the_vocabulary_is_refused(root: Path) -> None:
