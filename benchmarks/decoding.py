@@ -22,9 +22,10 @@ from pipeline.config import Config, load_config
 from pipeline.drafter_check import check_drafter
 from pipeline.eval_actor import TRAINED, EvalTask, PromptDecoder, Turn, load_decoder
 from pipeline.eval_run import Measured
-from pipeline.evaluate import DRAFTER, make_recipe
+from pipeline.evaluate import make_recipe
 from pipeline.held_out import read_held_out
 from pipeline.identity import check_target
+from pipeline.train.worker import DRAFTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

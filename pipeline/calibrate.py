@@ -30,12 +30,12 @@ from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.engines.hf import resolve_target
 from pipeline.errors import ConfigError
 from pipeline.eval_actor import TRAINED
-from pipeline.evaluate import DRAFTER
 from pipeline.html_report import CALIBRATION, REPORT_JSON, output_folder, read_report, write_html
 from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.report_tables import calibration_table
 from pipeline.report_text import print_table, print_warnings, wide_console
 from pipeline.rounds_table import read_rounds
+from pipeline.train.worker import DRAFTER
 
 
 @dataclass(frozen=True, slots=True)

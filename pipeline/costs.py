@@ -34,9 +34,9 @@ from pipeline.serving import COSTS, busy_warnings, cost_table_path
 from pipeline.serving_plots import plot_cost_table, save_png
 from pipeline.telemetry import Progress
 from pipeline.train.recipe import drafter_config
+from pipeline.train.worker import DRAFTER
 from pipeline.work import own_error
 
-DRAFTER = "drafter"
 _DRAFTED_REQUESTS = (1, 2, 4, 8)
 _DENSE, _PER_OCTAVE = 32, 16
 _TICK_S = 5.0

@@ -30,9 +30,9 @@ from pipeline.report import DRAFTER_WEIGHTS, EvaluationReport, TauAgreement
 from pipeline.report_text import markdown, print_report, print_warnings, wide_console
 from pipeline.rounds_table import ROUNDS, write_tables
 from pipeline.sweep import calibrated, sweep_thresholds
+from pipeline.train.worker import DRAFTER
 
 REPORT_MARKDOWN = "report.md"
-DRAFTER = "drafter"
 _SHOWN_PROMPTS = 3
 USELESS_TAU = 1.05
 """A trained drafter below this accepted length is called useless."""

@@ -23,10 +23,10 @@ from pipeline.calibrate import find_weaknesses, fold_drafter, run_calibration, s
 from pipeline.config import Config, TargetSection, dump_config
 from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.errors import ConfigError
-from pipeline.evaluate import DRAFTER
 from pipeline.html_report import REPORT_JSON, output_folder
 from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.rounds_table import write_tables
+from pipeline.train.worker import DRAFTER
 from tests.golden_data import drafter_config
 from tests.pipeline.hf_target import HIDDEN, VOCAB, save_tiny_target
 from tests.pipeline.test_acceptance import make_round
