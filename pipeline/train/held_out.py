@@ -10,6 +10,7 @@ import torch
 from cache_store.dataset import TargetCacheStream
 from cache_store.mixture import SampleSet, Source
 from cache_store.packing import StreamConfig
+from cache_store.reader import Verify
 from model.losses import metric_values
 from pipeline.train.loop import Engine, LoopConfig, make_inputs
 from pipeline.train.step_plan import AnchorRecipe, StepPlanner
@@ -27,13 +28,14 @@ class HeldOut:
     recipe: AnchorRecipe
     loop: LoopConfig
     sum_over_ranks: Callable[[Sequence[float]], list[float]]
+    verify: Verify
 
     def measure(self, engine: Engine) -> dict[str, float]:
         """Metrics over the samples of all ranks, named `held_out_<metric>`; a collective at its end."""
         plan = StepPlanner(SampleSet(self.sources, verify="never"), self.stream, self.recipe).plan(0)
         names: list[str] = []
         sums = torch.zeros(0, dtype=torch.float64)
-        for batch in TargetCacheStream(self.sources, self.stream):
+        for batch in TargetCacheStream(self.sources, self.stream, verify=self.verify):
             keys = zip(batch.epochs.tolist(), batch.positions.tolist(), strict=True)
             anchors = [plan.anchors[key] for key in keys]
             metrics = engine.evaluate(make_inputs(batch, anchors, self.loop)).metrics

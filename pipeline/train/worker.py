@@ -269,7 +269,7 @@ def _held_out(
         return None
     samples = min(job.num_held_out, job.training.data.held_out_samples)
     one_step = dataclasses.replace(stream, global_batch_size=samples, start_step=0, num_steps=1)
-    return HeldOut(job.held_out, one_step, _anchor_recipe(job), config, ranks.total).measure
+    return HeldOut(job.held_out, one_step, _anchor_recipe(job), config, ranks.total, job.config.cache.verify).measure
 
 
 def _finish(job: TrainingJob, result: LoopResult, failures: list[str]) -> None:

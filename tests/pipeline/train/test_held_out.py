@@ -84,7 +84,8 @@ def test_every_number_of_ranks_measures_the_same(root: Path, pack: int | None) -
         )
         recipe = AnchorRecipe(drafter=job.drafter, num_anchors=3, decay_gamma=4.0)
         loop = replace(CONFIG, drafter=job.drafter)
-        return HeldOut(training_sources(config(root), "held_out"), stream, recipe, loop, total).measure(WeightEngine())
+        sources = training_sources(config(root), "held_out")
+        return HeldOut(sources, stream, recipe, loop, total, "first").measure(WeightEngine())
 
     def note(values: Sequence[float]) -> list[float]:
         shares.append(list(values))
