@@ -36,13 +36,23 @@ def create_cache(storage: Storage, spec: CacheSpec) -> CacheSpec:
         found = load_spec(storage)
     except AlreadyExists:
         found = load_spec(storage)
+    _refuse_other_settings(storage, found, spec)
+    return found
+
+
+def check_settings(storage: Storage, spec: CacheSpec) -> None:
+    """What `create_cache` would refuse, without writing anything. Raises CacheMismatch, StorageError."""
+    if storage.exists(SPEC):
+        _refuse_other_settings(storage, load_spec(storage), spec)
+
+
+def _refuse_other_settings(storage: Storage, found: CacheSpec, spec: CacheSpec) -> None:
     differing = identity.differences(found, spec)
     if differing:
         listed = "; ".join(f"{name}: cache has {a!r}, this run wants {b!r}" for name, a, b in differing)
         raise CacheMismatch(
             f"{storage.url} was made with other settings: {listed}. Use another cache.url, or restore the settings"
         )
-    return found
 
 
 def _refuse_other_records(storage: Storage, spec: CacheSpec) -> None:

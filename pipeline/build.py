@@ -18,7 +18,7 @@ from cache_store.ledger import Ledger, seal
 from cache_store.manifest import Manifest
 from cache_store.schema import CacheSpec
 from cache_store.storage import Storage, open_storage
-from cache_store.writer import create_cache
+from cache_store.writer import check_settings, create_cache
 from pipeline.channel_scales import ensure_scales
 from pipeline.cluster import ray_session
 from pipeline.config import Config, dump_config
@@ -157,6 +157,7 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
         needed = check_space(config, storage, spec, target, spooled)
         _say(f"space: at most {needed / 2**20:,.0f} MiB for the states")
         if dry_run:
+            check_settings(storage, spec)
             _say(format_plan(make_plan(config, target_size(config), counts.accepted), config))
             return None
         return _store(config, storage, spec, target, (spooled, texts))

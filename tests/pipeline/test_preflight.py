@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cache_store.codec import to_bits, to_float
+from cache_store.errors import CacheMismatch
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import Storage, open_storage
 from cache_store.writer import CacheWriter
@@ -180,3 +181,12 @@ def test_a_dry_run_writes_nothing(make_config: Callable[..., Config], tmp_path: 
     config = make_config([{"prompt": "hi"}])
     assert prepare(config, dry_run=True) is None
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_dry_run_refuses_what_the_build_would_refuse(make_config: Callable[..., Config]) -> None:
+    rows = [{"prompt": "hi"}]
+    first = make_config(rows)
+    assert prepare(first) is not None
+    assert prepare(first, dry_run=True) is None
+    with pytest.raises(CacheMismatch, match=r"identity.seed: cache has 42, this run wants 1"):
+        prepare(make_config(rows, generation={"sampling": {"max_new_tokens": 8, "seed": 1}}), dry_run=True)
