@@ -7,14 +7,12 @@ orphans, 4 repaired, but the build has to run again, 130 interrupted, 141 the ou
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
-import os
 import sys
 from collections.abc import Sequence
 
 from cache_store.commands import convert, diff, estimate, gc, head, inspect, repair, sample, stats, verify
-from cache_store.commands.terminal import EXIT_FAILED
+from cache_store.commands.terminal import EXIT_FAILED, EXIT_INTERRUPTED, leave_pipe
 from cache_store.errors import CacheError
 
 COMMANDS = {
@@ -29,8 +27,6 @@ COMMANDS = {
     "sample": sample,
     "estimate": estimate,
 }
-EXIT_INTERRUPTED, EXIT_CLOSED = 130, 141
-"""As the shell reports SIGINT and SIGPIPE."""
 EXIT_HELP = (
     "Exit codes: 0 fine, 1 damage, difference or error, 2 wrong usage, 3 sound but a crash left orphans, "
     "4 repaired but the build has to run again."
@@ -50,20 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except (BrokenPipeError, SystemExit):  # the reader, such as `head`, has seen enough; rich makes it SystemExit
-        return _leave_pipe()
+        return leave_pipe()
     except KeyboardInterrupt:
         print("interrupted: run the same command to continue or to begin again", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _leave_pipe(EXIT_FAILED)
-
-
-def _leave_pipe(code: int = EXIT_CLOSED) -> int:
-    """Let what is still buffered go nowhere, since the interpreter would fail on it once more at exit."""
-    with contextlib.suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    return code
+        return leave_pipe(EXIT_FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:

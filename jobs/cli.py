@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 
+from cache_store.commands.terminal import leave_pipe
 from cache_store.errors import CacheError
 from model.errors import ModelError
 from pipeline.config import Config, dump_config, load_config
@@ -30,7 +31,8 @@ def run_job(
     """Parse `--config FILE [section.key=value ...] [--dry-run] [--print-config]` and call `call(config, dry_run)`.
 
     `options`: the job's own options (a parser without help), which the job has read by parse_known_args.
-    Returns the exit code: the call's own, 1 for a failed run, 2 for a wrong config, 130 when interrupted.
+    Returns the exit code: the call's own, 1 for a failed run, 2 for a wrong config, 130 when interrupted, 141 when
+    its output was closed early.
     """
     parser = argparse.ArgumentParser(description=description, parents=[options] if options else [])
     parser.add_argument("--config", required=True, help="YAML file, for instance jobs/configs/smollm2_demo.yaml")
@@ -41,7 +43,7 @@ def run_job(
     try:
         config = load_config(args.config, args.overrides)
         if args.print_config:
-            print(dump_config(config), end="")
+            print(dump_config(config), end="", flush=True)
             return EXIT_OK
         return call(config, args.dry_run)
     except ConfigError as error:
@@ -49,13 +51,19 @@ def run_job(
     except (PipelineError, CacheError, ModelError) as error:
         return _fail(error, EXIT_FAILED)
     except OSError as error:
-        if error.errno not in _SURROUNDINGS:
-            raise
-        print(f"{error}: free space, or name a place that can be written; then run the same command", file=sys.stderr)
-        return EXIT_FAILED
+        return _fail_outside(error)
     except KeyboardInterrupt:
         print("interrupted: run the same command to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _fail_outside(error: OSError) -> int:
+    if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+        return leave_pipe()
+    if error.errno not in _SURROUNDINGS:
+        raise error
+    print(f"{error}: free space, or name a place that can be written; then run the same command", file=sys.stderr)
+    return EXIT_FAILED
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +20,16 @@ from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 
 EXIT_OK, EXIT_FAILED, EXIT_ORPHANS, EXIT_INCOMPLETE = 0, 1, 3, 4
+EXIT_INTERRUPTED, EXIT_CLOSED = 130, 141
+"""As the shell reports SIGINT and SIGPIPE."""
 BAR_WIDTH = 40
+
+
+def leave_pipe(code: int = EXIT_CLOSED) -> int:
+    """Let what is still buffered go nowhere, or the interpreter fails on it once more at exit; returns the code."""
+    with contextlib.suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return code
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

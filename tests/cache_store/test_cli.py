@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from cache_store.cli import EXIT_CLOSED, main
-from cache_store.commands.terminal import size_text
+from cache_store.cli import main
+from cache_store.commands.terminal import EXIT_CLOSED, size_text
 from cache_store.ledger import Ledger, Reject, seal
 from cache_store.storage import Storage, open_storage
 from tests.cache_store.samples import build_cache, make_spec

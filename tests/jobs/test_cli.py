@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,19 @@ def test_unexpected_errors_keep_their_traceback(error: Exception) -> None:
 def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_job("x", lambda config, dry_run: 9, ["--config", DEMO, "--print-config"]) == 0
     assert "markov_rank: 64" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    command = [sys.executable, "jobs/train.py", "--config", DEMO, "--print-config"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def test_unknown_key_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
