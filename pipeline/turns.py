@@ -7,6 +7,7 @@ With a template that rewrites history each turn is a sample of its own (`<id>#tu
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from cache_store.storage import Storage
 from pipeline.chat import Chat, History, RenderError, row_seed
 from pipeline.config import Config, TargetSection
 from pipeline.engines.hf import tokenizer_of
+from pipeline.errors import ConfigError
 from pipeline.prompt_store import PromptIndex, load_prompts
 from pipeline.prompts import Prompt
 from pipeline.responses import Place, Response, load_responses, write_responses
@@ -112,12 +114,19 @@ def unit_id(sample_id: str, turn: int, turns: int, history: History) -> str:
 
 
 def all_unit_ids(index: PromptIndex, history: History) -> list[str]:
-    """Ids of every sample that the prompts ask for."""
-    return [
+    """Ids of every sample that the prompts ask for. Raises ConfigError when two of them would share one."""
+    ids = [
         unit_id(sample_id, turn, turns, history)
         for sample_id, turns in zip(index.ids, index.turns, strict=True)
         for turn in range(turns if history == "rerender" else 1)
     ]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name, count in Counter(ids).items() if count > 1)
+        raise ConfigError(
+            f"prompts.sources: the id {twice!r} of a row is also the id of a turn of another conversation; give one of "
+            "them another id, and use another cache.url"
+        )
+    return ids
 
 
 def render_requests(recipe: Recipe, turn: int, piece: Sequence[Pending]) -> pa.Table:

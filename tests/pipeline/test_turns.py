@@ -13,6 +13,7 @@ import pytest
 from cache_store.ledger import Ledger
 from cache_store.storage import open_storage
 from pipeline.config import Config
+from pipeline.errors import ConfigError
 from pipeline.identity import check_target
 from pipeline.prompt_store import PromptIndex, load_index, publish_prompts, spool_prompts
 from pipeline.regenerate import find_pending, sample_places
@@ -127,6 +128,13 @@ def test_a_rewriting_template_makes_one_sample_per_turn(start: Callable[..., Any
         sample = found[f"a#turn{turn}"]
         assert sample.token_ids == [*context, *[40 + turn] * 2, STOP]
         assert sample.spans == [(len(context), len(context) + 3)]
+
+
+def test_a_rows_own_id_is_not_taken_for_a_turn(start: Callable[..., tuple[Recipe, PromptIndex]]) -> None:
+    _, index = start([conversation("a", 2), conversation("a#turn1", 1)])
+    assert all_unit_ids(index, "append") == ["a", "a#turn1"]
+    with pytest.raises(ConfigError, match="the id 'a#turn1' of a row is also the id of a turn"):
+        all_unit_ids(index, "rerender")
 
 
 @pytest.mark.parametrize("history", ["append", "rerender"])
