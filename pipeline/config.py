@@ -290,8 +290,13 @@ class Config(Section):
         return self
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML without duplicate keys: the second of two would win silently."""
+class _ConfigLoader(yaml.SafeLoader):
+    """YAML without duplicate keys (the second of two would win silently), in which a date is the text it is."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own way to say it
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -317,7 +322,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)  # a SafeLoader subclass
+        data = yaml.load(text, Loader=_ConfigLoader)  # a SafeLoader subclass
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     except ConfigError as error:
@@ -354,7 +359,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
     try:
-        node[keys[-1]] = yaml.safe_load(value)
+        node[keys[-1]] = yaml.load(value, Loader=_ConfigLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: {value!r} is not valid YAML; quote what is text") from error
 

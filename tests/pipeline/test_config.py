@@ -75,6 +75,10 @@ def test_overrides_are_yaml() -> None:
     assert config.training.lr == 1e-3
     assert config.evaluation.temperatures == (0.0,)
     assert config.prompts.limit == 5
+    config = load_config(DEMO, ["generation.chat_template_kwargs.date_string=2024-07-26"])
+    assert config.generation.chat_template_kwargs == {"date_string": "2024-07-26"}
+    with pytest.raises(ConfigError, match="'ce' stands twice"):
+        load_config(DEMO, ["training.loss={ce: 1, ce: 2}"])
 
 
 def test_missing_file_bad_yaml_and_duplicate_key(tmp_path: Path) -> None:
