@@ -43,6 +43,7 @@ def check_target(config: Config) -> CheckedTarget:
     facts = hf.target_facts(folder)
     _check_family(folder / "config.json")
     hf.check_layer_ids(config.extraction.layer_ids, facts)
+    _check_length(config.max_length, facts)
     section = hf.worker_section(config.target)
     tokenizer = hf.tokenizer_of(section)
     mask_token_id = hf.resolve_mask_token(config.drafter.mask_token, tokenizer, facts["vocab_size"])
@@ -67,6 +68,17 @@ def _check_family(file: Path) -> None:
         head_facts(json.loads(file.read_text(encoding="utf-8")), source=str(file))
     except UnsupportedTarget as error:
         raise ConfigError(f"target.path: {error}") from error
+
+
+def _check_length(max_length: int, facts: dict[str, Any]) -> None:
+    # The engine would refuse it too, but only once its machine is up. A scaled rotary embedding has its own arithmetic.
+    limit = facts.get("max_position_embeddings")
+    rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if isinstance(limit, int) and max_length > limit and not scaled:
+        raise ConfigError(
+            f"max_length {max_length:,} is beyond the target's max_position_embeddings {limit:,}; lower it"
+        )
 
 
 def make_spec(config: Config, target: CheckedTarget, prompts_digest: str) -> CacheSpec:

@@ -77,6 +77,26 @@ def test_the_identity_names_what_a_reader_must_know(spec_of: Callable[..., objec
     assert "after the final norm" in identity["norm"]
 
 
+def test_rows_longer_than_the_target_reads_are_refused(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = make_config()
+    folder = shutil.copytree(config.target.path, tmp_path / "target")
+    facts = json.loads((folder / "config.json").read_text())
+    target = {"path": str(folder), "dtype": "float32"}
+    for limit, rope, message in (
+        (96, {}, None),
+        (95, {}, "max_length 96 is beyond the target's max_position_embeddings 95"),
+        (48, {"rope_type": "yarn", "factor": 2.0}, None),
+    ):
+        rope = {**(facts.get("rope_parameters") or {}), **rope}
+        changed = {**facts, "max_position_embeddings": limit, "rope_parameters": rope}
+        (folder / "config.json").write_text(json.dumps(changed))
+        if message is None:
+            check_target(make_config(target=target))
+        else:
+            with pytest.raises(ConfigError, match=message):
+                check_target(make_config(target=target))
+
+
 def test_a_target_of_an_unknown_family_is_refused_before_anything_is_built(
     make_config: Callable[..., Config], tiny_target: Path, tmp_path: Path
 ) -> None:
