@@ -25,7 +25,7 @@ from pipeline.config import Config, dump_config
 from pipeline.engines.vllm import make_engine
 from pipeline.errors import ConfigError
 from pipeline.extract import ExtractRecipe, ExtractReport, extract
-from pipeline.identity import CheckedTarget, check_target, make_spec
+from pipeline.identity import CheckedTarget, check_length, check_target, make_spec
 from pipeline.plan import assumed_plan, format_plan, make_plan, target_size
 from pipeline.preflight import (
     PROBE_PROMPTS,
@@ -138,6 +138,7 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
     Raises ConfigError, PreflightFailed and CacheError, one clear line each, before anything expensive starts.
     """
     target = check_target(config)
+    check_length(config.max_length, target.facts)
     storage = open_storage(
         _absolute_url(config.cache.url), endpoint_url=config.cache.endpoint_url, options=config.cache.storage
     )

@@ -43,7 +43,6 @@ def check_target(config: Config) -> CheckedTarget:
     facts = hf.target_facts(folder)
     _check_family(folder / "config.json")
     hf.check_layer_ids(config.extraction.layer_ids, facts)
-    _check_length(config.max_length, facts)
     section = hf.worker_section(config.target)
     tokenizer = hf.tokenizer_of(section)
     mask_token_id = hf.resolve_mask_token(config.drafter.mask_token, tokenizer, facts["vocab_size"])
@@ -70,8 +69,11 @@ def _check_family(file: Path) -> None:
         raise ConfigError(f"target.path: {error}") from error
 
 
-def _check_length(max_length: int, facts: dict[str, Any]) -> None:
-    # The engine would refuse it too, but only once its machine is up. A scaled rotary embedding has its own arithmetic.
+def check_length(max_length: int, facts: dict[str, Any]) -> None:
+    """Refuse rows longer than the target can read, which the engine does only once its machine is up.
+
+    A scaled rotary embedding has its own arithmetic and is left to the engine. Raises ConfigError.
+    """
     limit = facts.get("max_position_embeddings")
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"

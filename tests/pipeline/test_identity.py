@@ -10,7 +10,7 @@ import pytest
 from cache_store.identity import differences, fingerprint
 from pipeline.config import Config
 from pipeline.errors import ConfigError
-from pipeline.identity import check_target, make_spec
+from pipeline.identity import check_length, check_target, make_spec
 
 
 @pytest.fixture
@@ -77,24 +77,23 @@ def test_the_identity_names_what_a_reader_must_know(spec_of: Callable[..., objec
     assert "after the final norm" in identity["norm"]
 
 
-def test_rows_longer_than_the_target_reads_are_refused(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    config = make_config()
-    folder = shutil.copytree(config.target.path, tmp_path / "target")
-    facts = json.loads((folder / "config.json").read_text())
-    target = {"path": str(folder), "dtype": "float32"}
-    for limit, rope, message in (
-        (96, {}, None),
-        (95, {}, "max_length 96 is beyond the target's max_position_embeddings 95"),
-        (48, {"rope_type": "yarn", "factor": 2.0}, None),
-    ):
-        rope = {**(facts.get("rope_parameters") or {}), **rope}
-        changed = {**facts, "max_position_embeddings": limit, "rope_parameters": rope}
-        (folder / "config.json").write_text(json.dumps(changed))
-        if message is None:
-            check_target(make_config(target=target))
-        else:
-            with pytest.raises(ConfigError, match=message):
-                check_target(make_config(target=target))
+@pytest.mark.parametrize(
+    ("facts", "refused"),
+    [
+        ({"max_position_embeddings": 96}, False),
+        ({"max_position_embeddings": 95}, True),
+        ({"max_position_embeddings": 95, "rope_parameters": {"rope_type": "default"}}, True),
+        ({"max_position_embeddings": 48, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, False),
+        ({"max_position_embeddings": 48, "rope_scaling": {"type": "linear", "factor": 2.0}}, False),
+        ({}, False),
+    ],
+)
+def test_rows_longer_than_the_target_reads_are_refused(facts: dict[str, object], refused: bool) -> None:
+    if not refused:
+        check_length(96, facts)
+        return
+    with pytest.raises(ConfigError, match="max_length 96 is beyond the target's max_position_embeddings 95"):
+        check_length(96, facts)
 
 
 def test_a_target_of_an_unknown_family_is_refused_before_anything_is_built(

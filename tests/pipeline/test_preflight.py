@@ -19,7 +19,7 @@ from cache_store.writer import CacheWriter
 from pipeline.build import prepare
 from pipeline.config import Config
 from pipeline.engines.hf import HiddenStateExtractor, LayerTap, SequenceStates, bf16_bits, load_target
-from pipeline.errors import PreflightFailed
+from pipeline.errors import ConfigError, PreflightFailed
 from pipeline.identity import check_target, make_spec
 from pipeline.preflight import check_round_trip, check_space, check_states, rendered_prompts
 from pipeline.prompt_store import spool_prompts
@@ -181,6 +181,11 @@ def test_a_dry_run_writes_nothing(make_config: Callable[..., Config], tmp_path: 
     config = make_config([{"prompt": "hi"}])
     assert prepare(config, dry_run=True) is None
     assert not (tmp_path / "cache").exists()
+
+
+def test_rows_longer_than_the_target_reads_are_refused(make_config: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match="max_position_embeddings 512"):
+        prepare(make_config([{"prompt": "hi"}], max_length=513), dry_run=True)
 
 
 def test_a_dry_run_refuses_what_the_build_would_refuse(make_config: Callable[..., Config]) -> None:
