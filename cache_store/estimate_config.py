@@ -33,10 +33,7 @@ def read_planned(path: Path, target_config: Path | None = None) -> PlannedCache:
     The target's sizes come from `target_config`, else from <target.path>/config.json, else from plan.target_config.
     Raises CacheError naming the key or file that is missing.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CacheError(f"{path}: cannot read the config: {error.strerror or error}") from error
+    text = _text(path)
     data = _parse(path, text)
     if "format_version" in data:
         return PlannedCache(CacheSpec.from_json(text), None)
@@ -53,6 +50,15 @@ def read_planned(path: Path, target_config: Path | None = None) -> PlannedCache:
         **{"codec": DEFAULT_CODEC, "last_hidden": DEFAULT_LAST_HIDDEN, **named},
     )
     return PlannedCache(spec, _planned_counts(path, data))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CacheError(f"{path}: cannot read the config: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise CacheError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
@@ -92,14 +98,13 @@ def _key(path: Path, section: dict[str, Any], name: str, key: str) -> Any:
 
 def _target_sizes(path: Path, data: dict[str, Any], target_config: Path | None) -> dict[str, Any]:
     target, plan = _section(path, data, "target"), _section(path, data, "plan")
-    named = [target_config] if target_config else []
-    named += [Path(str(target["path"])) / "config.json"] if "path" in target else []
+    named = [Path(str(target["path"])) / "config.json"] if "path" in target else []
     named += [Path(str(plan["target_config"]))] if plan.get("target_config") else []
-    file = next((candidate for candidate in named if candidate.is_file()), None)
+    file = target_config or next((candidate for candidate in named if candidate.is_file()), None)
     if file is None:
         looked = ", ".join(map(str, named)) or "nowhere"
         raise CacheError(f"{path}: the target's config.json is not on this machine ({looked}); give --target-config")
-    facts = _parse(file, file.read_text(encoding="utf-8"))
+    facts = _parse(file, _text(file))
     facts = {**facts, **facts.get("text_config", {})}
     return {name: _key(file, facts, "config", name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
 

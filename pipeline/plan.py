@@ -189,11 +189,13 @@ def target_size(config: Config) -> TargetSize:
             f"target.path {config.target.path} is not on this machine; to price it without downloading, point "
             "plan.target_config at a config.json of the target"
         )
-    facts = json.loads(file.read_text(encoding="utf-8"))
     try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
         return TargetSize.from_facts({**facts, **facts.get("text_config", {})})
     except KeyError as error:
         raise ConfigError(f"{file}: lacks {error}; wanted the config.json of a decoder-only model") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: not the config.json of a decoder-only model: {error}") from error
 
 
 def assumed_plan(config: Config) -> str | None:

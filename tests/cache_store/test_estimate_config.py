@@ -96,3 +96,11 @@ def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: s
         read_planned(tmp_path / name)
     with pytest.raises(CacheError, match="cannot read the config"):
         read_planned(tmp_path / "nothing.yaml")
+    (tmp_path / name).write_bytes(b"a: \xff")
+    with pytest.raises(CacheError, match="not UTF-8"):
+        read_planned(tmp_path / name)
+
+
+def test_a_target_config_that_is_given_must_be_there(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=r"absent\.json: cannot read"):
+        read_planned(write(folder), tmp_path / "absent.json")

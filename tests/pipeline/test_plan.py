@@ -75,6 +75,24 @@ def test_target_that_is_nowhere(full_size: Config) -> None:
         target_size(lost)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not the config.json"),
+        (b"[]", "not the config.json"),
+        (b"\xff", "not the config.json"),
+        (b'{"num_attention_heads": "8", "hidden_size": 8}', "lacks 'num_hidden_layers'"),
+        (b"{}", "lacks 'num_attention_heads'"),
+    ],
+)
+def test_a_broken_target_config_is_named(full_size: Config, tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    plan = full_size.plan.model_copy(update={"target_config": str(file)})
+    with pytest.raises(ConfigError, match=f"{file}: {message}"):
+        target_size(full_size.model_copy(update={"plan": plan}))
+
+
 def test_tied_and_untied_sizes_differ_by_one_matrix() -> None:
     facts = {
         "hidden_size": 8,
