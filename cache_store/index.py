@@ -67,10 +67,19 @@ def to_bytes(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
+def read_table(content: bytes) -> pa.Table:
+    """A small Parquet file, read by this thread alone.
+
+    Arrow's own threads would still let go of `content` while the interpreter ends, which now and then aborts a process
+    that had done its work: "terminate called without an active exception".
+    """
+    return pq.ParquetFile(pa.BufferReader(content), pre_buffer=False).read(use_threads=False)
+
+
 def from_bytes(content: bytes, where: str) -> pa.Table:
     """Read `to_bytes`'s file. Raises CacheError when it is damaged or has other columns."""
     try:
-        table = pq.read_table(pa.BufferReader(content))
+        table = read_table(content)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise CacheError(f"{where}: damaged index: {error}") from error
     if table.schema.names == SCHEMA.names[:-1]:  # format version 1

@@ -130,7 +130,7 @@ def _read_table(table: pa.Table, masks: str, storage: Storage) -> Spans:
     name = _object_name(masks)
     where = storage.path(name)
     try:
-        found = pq.read_table(pa.BufferReader(storage.read(name)))
+        found = index.read_table(storage.read(name))
     except NotFound as error:
         raise NotFound(f"{where} does not exist; masks is one of {', '.join(RULES)}, or such a table") from error
     except (pa.ArrowException, OSError) as error:

@@ -9,6 +9,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_store import index
 from cache_store.storage import Storage
 
 _READ_AHEAD = 4 * 2**20
@@ -66,10 +67,11 @@ def read_table(
 ) -> pa.Table:
     """A stored table: all of it, or some columns, or some rows (in the order given)."""
     if columns is None:
-        table = pq.read_table(io.BytesIO(storage.read(name)))
+        table = index.read_table(storage.read(name))
     else:
         with open_object(storage, name, storage.size(name)) as stream:
-            table = pq.read_table(stream, columns=list(columns))
+            file = pq.ParquetFile(stream, pre_buffer=False)  # no threads: index.read_table says why
+            table = file.read(columns=list(columns), use_threads=False)
     return table if rows is None else table.take(pa.array(rows, type=pa.int64()))
 
 
