@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from model.family import AnyDrafter
 from model.losses import DrafterInputs, LossOutput
+from pipeline.train.build_lock import exclusive_build, own_build_folder
 from pipeline.train.checkpoint import ParameterState, checksum
 
 BETAS = (0.9, 0.95)
@@ -65,6 +67,15 @@ def deepspeed_config(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+def _build_cpu_op() -> None:
+    """Compile (once per machine) and load what DeepSpeed's CPU accelerator will ask for; nothing on GPUs."""
+    accelerator = get_accelerator()
+    builder = accelerator.create_op_builder("ShareMemCommBuilder") if accelerator.device_name() == "cpu" else None
+    if builder is not None and builder.is_compatible():
+        with exclusive_build(own_build_folder()):
+            builder.load()
+
+
 class _LossModule(nn.Module):
     """The drafter together with its objective. `loss` is a plain function: what it closes over is not trained."""
 
@@ -90,6 +101,7 @@ class TrainEngine:
             list(self._parameters.values()), lr=0.0, betas=BETAS, weight_decay=config.weight_decay
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory tables unconditionally
+            _build_cpu_op()
             self._engine, *_ = deepspeed.initialize(
                 model=_LossModule(drafter, loss),
                 optimizer=self._adamw,
