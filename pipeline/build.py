@@ -41,6 +41,7 @@ from pipeline.turns import Recipe, all_unit_ids, make_recipe
 
 CONFIG_COPY = "config.yaml"
 EXIT_COMPLETE_WITH_REJECTS = 3
+SHOWN_REJECTS = 3
 """What `jobs/build_cache.py` ends with when every prompt is accounted for, but not all of them by a sample."""
 EngineFactory = Callable[[bool], Engine]
 """Makes the engine; the argument asks for greedy decoding."""
@@ -151,8 +152,10 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
             f"prompts: {counts.rows:,} rows, {counts.accepted:,} accepted, {counts.rejected:,} rejected, "
             f"{counts.blank:,} blank lines; turns are {_HISTORY[target.history]}"
         )
-        for reject in spooled.rejects[:3]:
+        for reject in spooled.rejects[:SHOWN_REJECTS]:
             _say(f"  rejected {reject.source}: {reject.reason}")
+        if counts.rejected > SHOWN_REJECTS:
+            _say(f"  and {counts.rejected - SHOWN_REJECTS:,} more; a build keeps them all in {config.cache.url}/rejects")
         spec = make_spec(config, target, spooled.digest)
         texts = rendered_prompts(target.chat, spooled.first)
         needed = check_space(config, storage, spec, target, spooled)
