@@ -155,7 +155,7 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
         for reject in spooled.rejects[:SHOWN_REJECTS]:
             _say(f"  rejected {reject.source}: {reject.reason}")
         if counts.rejected > SHOWN_REJECTS:
-            _say(f"  and {counts.rejected - SHOWN_REJECTS:,} more; a build keeps them all in {config.cache.url}/rejects")
+            _say(f"  and {counts.rejected - SHOWN_REJECTS:,} more; a build keeps all in {config.cache.url}/rejects")
         spec = make_spec(config, target, spooled.digest)
         texts = rendered_prompts(target.chat, spooled.first)
         needed = check_space(config, storage, spec, target, spooled)
