@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ALL_DOMAINS = "all"
+TRAINED, UNTRAINED = "trained", "untrained"
 RESAMPLES = 2000
 """Bootstrap resamples behind every 95 % interval."""
 _SMALLEST_BUCKET = 128

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,12 @@ from model.decoding.calibration import (
 from model.export import CONFIG, has_copies, load_drafter, read_config, save_drafter
 from model.family import AnyDrafter
 from model.target_heads import load_target_heads
-from pipeline.acceptance import RoundRow
+from pipeline.acceptance import TRAINED, RoundRow
+from pipeline.atomic_file import write_atomically
 from pipeline.config import Config, TargetSection
 from pipeline.drafter_check import TEMPERATURES_KEY
 from pipeline.engines.hf import resolve_target
 from pipeline.errors import ConfigError
-from pipeline.eval_actor import TRAINED
 from pipeline.html_report import CALIBRATION, REPORT_JSON, output_folder, read_report, write_html
 from pipeline.report import DRAFTER_WEIGHTS
 from pipeline.report_tables import calibration_table
@@ -67,7 +66,7 @@ def run_calibration(config: Config, *, dry_run: bool = False, console: Console |
         print_warnings(warnings, console)
         return None
     calibration = calibrate(split, _facts(config, split, drafter, warnings))
-    _write(folder / CALIBRATION, calibration.to_json())
+    write_atomically(folder / CALIBRATION, calibration.to_json())
     if config.calibration.write_config:
         write_temperatures(drafter, calibration)
     if config.calibration.folded is not None:
@@ -193,7 +192,7 @@ def write_temperatures(drafter: Path, calibration: Calibration) -> None:
     file = drafter / CONFIG
     data = json.loads(file.read_text(encoding="utf-8"))
     data[TEMPERATURES_KEY] = list(calibration.temperatures)
-    _write(file, json.dumps(data, indent=2) + "\n")
+    write_atomically(file, json.dumps(data, indent=2) + "\n")
 
 
 def fold_drafter(source: Path, destination: Path, temperature: float, *, target: TargetSection) -> None:
@@ -214,9 +213,3 @@ def fold_drafter(source: Path, destination: Path, temperature: float, *, target:
     if has_copies(source):
         heads = load_target_heads(resolve_target(target), dtype=None, draft_ids=drafter.draft_ids)
     save_drafter(destination, drafter, provenance | {"confidence_folded_temperature": temperature}, heads=heads)
-
-
-def _write(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)

@@ -18,13 +18,12 @@ from model.decoding.speculative import BatchDecoder, DecodeConfig, DecodeResult,
 from model.export import load_drafter
 from model.family import AnyDrafter, new_drafter
 from model.target_heads import TargetHeads, load_target_heads
-from pipeline.acceptance import TARGET_ALONE, DecodeRow, RoundRow
+from pipeline.acceptance import TARGET_ALONE, TRAINED, UNTRAINED, DecodeRow, RoundRow
 from pipeline.chat import Chat, History, RenderError, row_seed
 from pipeline.config import TargetSection
 from pipeline.engines.hf import load_target, resolve_target, tokenizer_of
 from pipeline.prompts import Prompt
 
-TRAINED, UNTRAINED = "trained", "untrained"
 _WARM_UP_TOKENS = 8
 NO_DOMAIN = "none"
 

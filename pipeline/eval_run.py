@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.acceptance import DecodeRow, RoundRow
+from pipeline.acceptance import TRAINED, DecodeRow, RoundRow
 from pipeline.cluster import has_accelerators, session_logs
 from pipeline.config_evaluation import EvaluationSection
 from pipeline.errors import EvaluationFailed
-from pipeline.eval_actor import TRAINED, EvalActor, EvalRecipe, EvalTask, TaskResult, count_answers
+from pipeline.eval_actor import EvalActor, EvalRecipe, EvalTask, TaskResult, count_answers
 from pipeline.held_out import make_chunks
 from pipeline.telemetry import Progress
 from pipeline.work import own_error

@@ -6,7 +6,6 @@ Nothing is resumed: an evaluation is short, and its times belong to one run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +15,13 @@ from rich.console import Console
 
 from cache_store.identity import digest_weights
 from model.config import DrafterConfig
-from pipeline.acceptance import ALL_DOMAINS, break_down, check_greedy, summarise, summarise_speed
+from pipeline.acceptance import ALL_DOMAINS, TRAINED, break_down, check_greedy, summarise, summarise_speed
+from pipeline.atomic_file import write_atomically
 from pipeline.cluster import ray_session
 from pipeline.config import Config, dump_config
 from pipeline.drafter_check import CheckedDrafter, check_drafter, expected_tau
 from pipeline.errors import ConfigError, EvaluationFailed
-from pipeline.eval_actor import TRAINED, EvalRecipe, EvalTask, default_threads
+from pipeline.eval_actor import EvalRecipe, EvalTask, default_threads
 from pipeline.eval_run import Measured, decode_tasks
 from pipeline.held_out import HeldOut, Leak, find_leak, make_tasks, read_held_out
 from pipeline.html_report import CALIBRATION, REPORT_JSON, output_folder, saved_calibration, write_html
@@ -248,9 +248,7 @@ def _write(output: Path, config: Config, report: EvaluationReport) -> None:
         (REPORT_MARKDOWN, markdown(report)),
         ("config.yaml", dump_config(config)),
     ):
-        temporary = output / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, output / name)
+        write_atomically(output / name, text)
 
 
 def require_lossless(config: Config, report: EvaluationReport) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from model.decoding.calibration import Calibration, from_json
 from model.decoding.cost_table import load_cost_table
-from pipeline.acceptance import ALL_DOMAINS
+from pipeline.acceptance import ALL_DOMAINS, TRAINED
+from pipeline.atomic_file import write_atomically
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.eval_plots import plot_domains, plot_positions, plot_reliability, plot_speed, plot_sweep
@@ -90,9 +90,7 @@ def write_html(config: Config, folder: Path) -> Path | None:
     calibration = saved_calibration(report, folder)
     pictures = draw_pictures(report, calibration, folder) | serving_pictures(config, folder)
     page = render(report, calibration, pictures)
-    temporary = folder / f".{REPORT_HTML}.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, folder / REPORT_HTML)
+    write_atomically(folder / REPORT_HTML, page)
     return folder / REPORT_HTML
 
 
@@ -233,7 +231,7 @@ def _checks(report: EvaluationReport) -> str:
 def _table(table: TextTable) -> str:
     head = "".join(f"<th>{_text(column)}</th>" for column in table.columns)
     rows = "".join(
-        ('<tr class="strong">' if row[0] in (ALL_DOMAINS, "trained") else "<tr>")
+        ('<tr class="strong">' if row[0] in (ALL_DOMAINS, TRAINED) else "<tr>")
         + "".join(f"<td>{_text(cell)}</td>" for cell in row)
         + "</tr>"
         for row in table.rows

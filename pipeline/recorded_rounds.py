@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from model.decoding.trace import Trace
+from pipeline.acceptance import TRAINED
 from pipeline.errors import ConfigError
 
 _COLUMNS = ("prompt_id", "temperature", "position", "proposed", "accepted", "emitted", "confidences")
 _OPTIONAL = ("drafter", "turn")
-TRAINED = "trained"
 
 Calibrate = Callable[[np.ndarray], np.ndarray]
 """Confidences float32 [N,K] in and out."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model.decoding.calibration import LEAST_REACHED, Calibration, PositionQuality, Quality
-from pipeline.acceptance import ALL_DOMAINS, AcceptanceSummary, Estimate, PositionRate
+from pipeline.acceptance import ALL_DOMAINS, TRAINED, UNTRAINED, AcceptanceSummary, Estimate, PositionRate
 from pipeline.report import EvaluationReport
 
-_TRAINED, _UNTRAINED = "trained", "untrained"
 _NOTE_TAU = (
     "τ: tokens per round, the bonus token included. In brackets: 95 % bootstrap interval over prompts. "
     "A round that a stop token ends has no bonus token; one that passes max_new_tokens counts in full. "
@@ -105,7 +104,7 @@ def _comparison_table(report: EvaluationReport) -> TextTable:
                     *_speed_cells(report, drafter, temperature),
                 )
             )
-    title = "Untrained vs trained" if _UNTRAINED in drafters else "The drafter and its speed"
+    title = "Untrained vs trained" if UNTRAINED in drafters else "The drafter and its speed"
     return TextTable(title, columns, tuple(rows), _NOTE_SPEED)
 
 
@@ -158,7 +157,7 @@ def temperatures_of(report: EvaluationReport) -> list[float]:
 
 def drafters_of(report: EvaluationReport) -> list[str]:
     """Drafters, the trained one first."""
-    return sorted({s.drafter for s in report.acceptance}, key=lambda drafter: (drafter != _TRAINED, drafter))
+    return sorted({s.drafter for s in report.acceptance}, key=lambda drafter: (drafter != TRAINED, drafter))
 
 
 def _rate(summary: AcceptanceSummary | None, index: int) -> PositionRate | None:

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.acceptance import ALL_DOMAINS
+from pipeline.acceptance import ALL_DOMAINS, TRAINED
 from pipeline.report import EvaluationReport, verdict_lines
 from pipeline.report_tables import TextTable, report_tables
 
 _MIN_CONSOLE_WIDTH = 110
-_EMPHASISED = (ALL_DOMAINS, "trained")
+_EMPHASISED = (ALL_DOMAINS, TRAINED)
 
 
 def wide_console() -> Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from model.decoding.simulate import Load, Point, simulate
 from model.decoding.trace import ParametricAcceptance, Trace, parametric_trace
 from model.errors import CostTableError
 from pipeline import html_report
+from pipeline.atomic_file import write_atomically
 from pipeline.config import Config, dump_config
 from pipeline.errors import ConfigError
 from pipeline.recorded_rounds import Calibrate, read_recorded_trace
@@ -265,9 +265,7 @@ def _check_reach(config: Config, prepared: Prepared) -> None:
 
 def _write(output: Path, config: Config, result: SimulationResult) -> None:
     for name, text in ((RESULT, result.to_json()), ("config.yaml", dump_config(config))):
-        temporary = output / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, output / name)
+        write_atomically(output / name, text)
     save_png(plot_frontier(result), output / FRONTIER)
     save_png(plot_budget(result), output / BUDGET)
     save_png(plot_cost_table(result.table), output / COSTS)

@@ -8,7 +8,6 @@ state.json and every file in the size that state.json says are there: a half-wri
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipeline.atomic_file import TEMPORARY, sync, write_atomically
 from pipeline.errors import ConfigError, TrainingFailed
 
 FORMAT_VERSION = 1
 TENSORS = ("master", "exp_avg", "exp_avg_sq")
-_TEMPORARY = ".tmp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +72,10 @@ def save_checkpoint(
     Raises TrainingFailed when the disk refuses it; earlier checkpoints stay.
     """
     final = step_folder(folder, state.step)
-    temporary = final.with_name(final.name + _TEMPORARY)
+    temporary = final.with_name(final.name + TEMPORARY)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*folder.glob(f"step-*{_TEMPORARY}"), final):
+        for stale in (*folder.glob(f"step-*{TEMPORARY}"), final):
             if stale.exists():
                 shutil.rmtree(stale)
         temporary.mkdir()
@@ -87,9 +86,9 @@ def save_checkpoint(
         content = {"format_version": FORMAT_VERSION, **asdict(state), "files": sizes}
         (temporary / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         temporary.rename(final)
-        _sync(folder)
+        sync(folder)
         write_atomically(folder / "latest", final.name + "\n")
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
@@ -104,7 +103,7 @@ def complete_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]
     """Complete checkpoints, newest first; whatever is not complete is named through `say`."""
     found = []
     for path in sorted(folder.glob("step-*"), reverse=True):
-        problem = "was being written" if path.name.endswith(_TEMPORARY) else _problem(path)
+        problem = "was being written" if path.name.endswith(TEMPORARY) else _problem(path)
         if problem:
             say(f"ignored the half-written checkpoint {path}: it {problem}")
         else:
@@ -161,14 +160,6 @@ def unchanged_tensors(initial: Mapping[str, int], parameters: Mapping[str, Param
     return [name for name, parameter in parameters.items() if checksum(parameter.master) == initial[name]]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(path.name + _TEMPORARY)
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
 def checksum(tensor: Tensor) -> int:
     """crc32 of a tensor's bytes."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -186,11 +177,3 @@ def _problem(path: Path) -> str | None:
         if found != size:
             return f"holds {found} bytes of {name}, wanted {size}"
     return None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pipeline.train.checkpoint import write_atomically
+from pipeline.atomic_file import write_atomically
 
 METRICS = "metrics.jsonl"
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.atomic_file import write_atomically
 from pipeline.cluster import ray_session, session_logs
 from pipeline.config import Config, dump_config
 from pipeline.errors import TrainingFailed
 from pipeline.telemetry import Progress
-from pipeline.train.checkpoint import check_recipe, complete_checkpoints, read_state, write_atomically
+from pipeline.train.checkpoint import check_recipe, complete_checkpoints, read_state
 from pipeline.train.draft_vocab import FILE as DRAFT_VOCAB
 from pipeline.train.metrics import METRICS, read_metrics
 from pipeline.train.recipe import TrainingJob, prepare_job

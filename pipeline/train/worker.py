@@ -23,6 +23,7 @@ from model.family import AnyDrafter, drafter_loss, new_drafter
 from model.losses import DrafterInputs, LossConfig, LossOutput
 from model.target_heads import TargetHeads, load_target_heads
 from model.warm_start import WarmStart, warm_start
+from pipeline.atomic_file import write_atomically
 from pipeline.engines.hf import resolve_target
 from pipeline.train.checkpoint import (
     CheckpointState,
@@ -32,7 +33,6 @@ from pipeline.train.checkpoint import (
     read_state,
     save_checkpoint,
     unchanged_tensors,
-    write_atomically,
 )
 from pipeline.train.held_out import HeldOut
 from pipeline.train.loop import Engine, LoopConfig, LoopParts, LoopResult, TrainingLoop
