@@ -11,7 +11,7 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -160,6 +160,8 @@ class TrainingSection(Section):
     max_length: int = Field(default=4096, gt=1)
     """Tokens of a sample that training uses: longer samples are cut on the right."""
     lr: float = Field(default=6e-4, gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's moving averages. The paper names none; these are torch's, which the reference trainer leaves alone."""
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
     gradient_clip: float = Field(default=1.0, gt=0)

@@ -70,6 +70,7 @@ def make_config(root: Path, cache: str) -> Config:
                 "num_anchors": 12,
                 "max_length": 32,
                 "lr": 4e-3,
+                "betas": [0.9, 0.95],
                 "loader_workers": 0,
                 "log_every_steps": 5,
                 "seed": SEED,

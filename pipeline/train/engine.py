@@ -29,7 +29,6 @@ from model.losses import DrafterInputs, LossOutput
 from pipeline.train.build_lock import exclusive_build, own_build_folder
 from pipeline.train.checkpoint import ParameterState, checksum
 
-BETAS = (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LossFunction = Callable[[AnyDrafter, DrafterInputs], LossOutput]
 
@@ -43,6 +42,7 @@ class EngineConfig:
     zero_stage: int
     micro_batch_size: int
     gradient_clip: float
+    betas: tuple[float, float]
     weight_decay: float
 
 
@@ -98,7 +98,7 @@ class TrainEngine:
         self._config, self._loss = config, loss
         self._parameters = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
         self._adamw = torch.optim.AdamW(
-            list(self._parameters.values()), lr=0.0, betas=BETAS, weight_decay=config.weight_decay
+            list(self._parameters.values()), lr=0.0, betas=config.betas, weight_decay=config.weight_decay
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory tables unconditionally
             _build_cpu_op()

@@ -122,6 +122,7 @@ def _engine_config(job: TrainingJob) -> EngineConfig:
         zero_stage=training.zero_stage,
         micro_batch_size=training.micro_batch_size,
         gradient_clip=training.gradient_clip,
+        betas=training.betas,
         weight_decay=training.weight_decay,
     )
 

@@ -18,7 +18,7 @@ from model.losses import DrafterInputs, reference_loss
 from model.target_heads import load_target_heads
 from pipeline.config import Config
 from pipeline.train.checkpoint import checksum, read_parameters, read_state
-from pipeline.train.engine import BETAS, EngineConfig, deepspeed_config
+from pipeline.train.engine import EngineConfig, deepspeed_config
 from pipeline.train.recipe import prepare_job
 from pipeline.train.step_plan import AnchorRecipe, StepPlanner
 from tests.pipeline.train.rig import answer_mask, make_cache, make_config, make_target, mixed_masks, run_ranks
@@ -31,7 +31,7 @@ UNCLIPPED = 1e9
 def first_gradient(config: Config) -> dict[str, torch.Tensor]:
     """The gradient of step 0: after one update exp_avg = (1 - beta1) · gradient."""
     parameters = read_parameters(checkpoint_of(config, 1))
-    return {name: parameter.exp_avg / (1 - BETAS[0]) for name, parameter in parameters.items()}
+    return {name: parameter.exp_avg / (1 - config.training.betas[0]) for name, parameter in parameters.items()}
 
 
 def expected_gradient(config: Config) -> dict[str, torch.Tensor]:
@@ -130,7 +130,14 @@ def test_exported_drafter_is_the_rounded_master(runs: dict[str, Config]) -> None
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, "bf16"), (1, "fp32"), (2, "fp32")])
 def test_deepspeed_config_accumulates_in_float32_under_zero(stage: int, accumulate: str) -> None:
     config = deepspeed_config(
-        EngineConfig(precision="bf16", zero_stage=stage, micro_batch_size=2, gradient_clip=1.0, weight_decay=0.0)
+        EngineConfig(
+            precision="bf16",
+            zero_stage=stage,
+            micro_batch_size=2,
+            gradient_clip=1.0,
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+        )
     )
     assert config["data_types"]["grad_accum_dtype"] == accumulate
     assert config["communication_data_type"] == "fp32"

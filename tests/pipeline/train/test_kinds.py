@@ -20,7 +20,6 @@ from model.target_heads import load_target_heads
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.train.checkpoint import checksum, read_parameters, read_state
-from pipeline.train.engine import BETAS
 from pipeline.train.loop import LoopConfig, make_inputs
 from pipeline.train.metrics import read_metrics
 from pipeline.train.recipe import TrainingJob, prepare_job
@@ -111,10 +110,11 @@ def test_every_split_has_the_gradient_of_the_global_weighted_mean(
     runs: dict[str, Config], kind: str, split: str
 ) -> None:
     expected = expected_gradient(prepare_job(runs[f"{kind}-two"]))
-    parameters = read_parameters(checkpoint_of(runs[f"{kind}-{split}"], 1))
+    config = runs[f"{kind}-{split}"]
+    parameters = read_parameters(checkpoint_of(config, 1))
     assert parameters.keys() == expected.keys()
     for name, gradient in expected.items():
-        found = parameters[name].exp_avg / (1 - BETAS[0])
+        found = parameters[name].exp_avg / (1 - config.training.betas[0])
         torch.testing.assert_close(found, gradient, atol=1e-6, rtol=1e-5, msg=name)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-3
 
