@@ -2,7 +2,8 @@
 
 Layout: `<folder>/step-00000120/{master,exp_avg,exp_avg_sq}.safetensors` and `state.json`, written to
 `step-00000120.tmp`, synced, renamed; then `<folder>/latest` names it, for people. A folder counts only when its
-state.json and every file in the size that state.json says are there: a half-written one is ignored, aloud.
+state.json and every file in the size that state.json says are there: a half-written one is ignored, aloud. The files'
+checksums are compared when they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from pipeline.atomic_file import TEMPORARY, sync, write_atomically
 from pipeline.errors import ConfigError, TrainingFailed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_PIECE = 2**24
 TENSORS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -82,8 +84,8 @@ def save_checkpoint(
         for name in TENSORS:
             tensors = {key: getattr(value, name) for key, value in parameters.items()}
             save_file(tensors, temporary / f"{name}.safetensors")
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.glob("*.safetensors"))}
-        content = {"format_version": FORMAT_VERSION, **asdict(state), "files": sizes}
+        files = {path.name: _facts(path) for path in sorted(temporary.glob("*.safetensors"))}
+        content = {"format_version": FORMAT_VERSION, **asdict(state), "files": files}
         (temporary / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             sync(path)
@@ -128,9 +130,16 @@ def read_state(path: Path) -> CheckpointState:
 def read_parameters(path: Path) -> dict[str, ParameterState]:
     """Masters and moments of a complete checkpoint, by parameter name, float32 on the CPU.
 
-    Raises TrainingFailed when a file cannot be read.
+    Raises TrainingFailed when a file cannot be read or is not what was written.
     """
     try:
+        files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
+        changed = [name for name, facts in files.items() if _facts(path / name) != facts]
+        if changed:
+            raise TrainingFailed(
+                f"{path}: {', '.join(changed)} changed since it was written: its checksum differs; delete this folder "
+                "to continue from the checkpoint before it"
+            )
         masters, *moments = (load_file(path / f"{name}.safetensors") for name in TENSORS)
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
@@ -165,10 +174,19 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def _facts(file: Path) -> dict[str, int]:
+    """Size and crc32 of a file, read in pieces."""
+    crc = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+    return {"bytes": file.stat().st_size, "crc32": crc}
+
+
 def _problem(path: Path) -> str | None:
     try:
         files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
-        sizes = {name: files[name] for name in (f"{tensor}.safetensors" for tensor in TENSORS)}
+        sizes = {name: files[name]["bytes"] for name in (f"{tensor}.safetensors" for tensor in TENSORS)}
     except (OSError, ValueError, KeyError, TypeError):
         return "has no readable state.json"
     for name, size in sizes.items():
