@@ -8,7 +8,7 @@ are all that was sealed; otherwise the cache stays unsealed until the build has 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache_store import index
@@ -123,12 +123,17 @@ def repair_cache(
 
 
 def exclude_damage(
-    storage: Storage, *, quick: bool = False, progress: Callable[[AuditProgress], None] | None = None
+    storage: Storage,
+    *,
+    sample_ids: Sequence[str] = (),
+    quick: bool = False,
+    progress: Callable[[AuditProgress], None] | None = None,
 ) -> tuple[str | None, tuple[Exclusion, ...]]:
     """List the damaged samples of a sealed cache, and move nothing: (object name of the list, its entries).
 
-    The name is None when nothing is damaged. Raises CacheIncomplete when manifest, index or records are damaged: what
-    stands where must be known.
+    `sample_ids` are listed as well, damaged or not: samples that a training run cannot digest.
+    The name is None when nothing is listed. Raises CacheIncomplete when manifest, index or records are damaged: what
+    stands where must be known; CacheError when the cache lacks one of `sample_ids`.
     """
     report = verify_cache(storage, quick=quick, progress=progress)
     unclear = [finding for finding in report.findings if finding.damage and finding.kind not in SHARD_DAMAGE]
@@ -141,12 +146,20 @@ def exclude_damage(
     # A shard whose checksum alone differs is damaged where no sample lies, once all of its samples are sound.
     whole = {f.name: f for f in report.findings if f.sample_id is None and f.kind in SHARD_DAMAGE - {"checksum"}}
     reader = CacheReader(storage, verify="never")
-    found = []
+    unwanted, found = set(sample_ids), []
+    absent = sorted(unwanted - set(reader.ids))
+    if absent:
+        raise CacheError(
+            f"{storage.url}: holds no sample {absent[0]!r} ({len(absent)} of {len(unwanted)} ids are not in it); "
+            "'cache_store head' shows what ids look like"
+        )
     for position, sample_id in enumerate(reader.ids):
         shard = reader.shard_of(position)
         finding = whole.get(shard) or by_sample.get((shard, sample_id))
         if finding is not None:
             found.append(Exclusion(sample_id, shard, f"{finding.kind}: {finding.detail}"))
+        elif sample_id in unwanted:
+            found.append(Exclusion(sample_id, shard, "named by hand"))
     return (write_exclusions(storage, found) if found else None), tuple(found)
 
 

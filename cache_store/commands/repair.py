@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cache_store.commands.progress import audit_bar
-from cache_store.commands.terminal import EXIT_FAILED, EXIT_INCOMPLETE, EXIT_OK, storage_of
+from cache_store.commands.terminal import EXIT_FAILED, EXIT_INCOMPLETE, EXIT_OK, storage_of, wide_console
 from cache_store.repair import BUILD_AGAIN, RepairReport, exclude_damage, repair_cache
 
 HELP = "move damaged shards aside so that the same build makes them anew, and seal again"
@@ -26,12 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="move nothing: write a list of the damaged samples, which a run names in its config to do without them",
     )
+    parser.add_argument(
+        "--sample",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="with --exclude: list this sample too, damaged or not (may be given more than once)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was done; returns the exit code: 0 whole, 1 damage is left, 4 the build has to run again."""
     if options.exclude:
         return _exclude(options)
+    if options.sample:
+        print("--sample goes with --exclude: repair itself acts on damage alone", file=sys.stderr)
+        return EXIT_FAILED
     with audit_bar("verifying") as progress:
         report = repair_cache(storage_of(options), quick=options.quick, dry_run=options.dry_run, progress=progress)
     if options.json:
@@ -49,7 +59,7 @@ def _show(report: RepairReport, options: argparse.Namespace) -> None:
         table = Table("step", "object", "reason", title=title, title_justify="left")
         for step in report.steps:
             table.add_row(step.kind, Text(step.name, overflow="fold"), Text(step.reason, overflow="fold"))
-        Console().print(table)
+        wide_console().print(table)
     if report.needs_build:
         print(f"{len(report.lost):,} committed samples are missing or the seal is; {BUILD_AGAIN}: it makes only those")
     elif report.whole:
@@ -63,11 +73,13 @@ def _exclude(options: argparse.Namespace) -> int:
         print("--exclude changes nothing but its own list; run it without --dry-run, or `cache_store verify`")
         return EXIT_FAILED
     with audit_bar("verifying") as progress:
-        name, found = exclude_damage(storage_of(options), quick=options.quick, progress=progress)
+        name, found = exclude_damage(
+            storage_of(options), sample_ids=options.sample, quick=options.quick, progress=progress
+        )
     if options.json:
         print(json.dumps({"exclusions": name, "samples": [asdict(item) for item in found]}, ensure_ascii=False))
     elif name is None:
         print("nothing is damaged, no list was written")
     else:
-        print(f"{len(found):,} damaged samples are listed; train without them: cache.exclusions={name}")
+        print(f"{len(found):,} samples are listed; train without them: cache.exclusions={name}")
     return EXIT_OK

@@ -198,7 +198,8 @@ def _raise_failure(job: TrainingJob) -> None:
         failures = json.loads(path.read_text(encoding="utf-8"))["failures"]
         raise TrainingFailed(
             f"{failures[0]}; the last complete checkpoint before it is kept in {job.checkpoints} "
-            f"({_steps_done(job)} steps)"
+            f"({_steps_done(job)} steps); to train without a sample, list it with 'cache_store repair <its cache> "
+            "--exclude --sample <id>'"
         )
     if not (job.output / SUMMARY).is_file():
         raise TrainingFailed(f"the workers ended without a summary in {job.output}; is it a folder they all share?")

@@ -6,7 +6,7 @@ import pytest
 
 from cache_store.audit import verify_cache
 from cache_store.calibration import CALIBRATION, CALIBRATION_COPIES, calibrate, commit_calibration
-from cache_store.errors import CacheIncomplete, NotFound, ShardCorrupt
+from cache_store.errors import CacheError, CacheIncomplete, NotFound, ShardCorrupt
 from cache_store.exclusions import load_exclusions
 from cache_store.ledger import Ledger
 from cache_store.manifest import MANIFEST, SPEC
@@ -199,6 +199,18 @@ def test_exclude_lists_what_is_damaged_and_moves_nothing(storage: Storage) -> No
         reader.read_id(sample_id)
     put_right(storage, SPEC_OF_TEST, COUNT)
     assert not CacheReader(storage, exclusions=name).excluded.any(), "what was built anew is used again"
+
+
+def test_a_sound_sample_is_excluded_by_name(storage: Storage) -> None:
+    _, damaged = damage_one_sample(storage)
+    named = next(sample_id for sample_id in CacheReader(storage).ids if sample_id != damaged)
+    name, found = exclude_damage(storage, sample_ids=[named])
+    assert name is not None
+    assert {item.sample_id: item.reason for item in found}[named] == "named by hand"
+    reader = CacheReader(storage, exclusions=name)
+    assert {reader.ids[position] for position in reader.excluded.nonzero()[0]} == {named, damaged}
+    with pytest.raises(CacheError, match=r"holds no sample 'nobody' \(1 of 2 ids"):
+        exclude_damage(storage, sample_ids=[named, "nobody"])
 
 
 def test_damage_between_the_samples_excludes_none(storage: Storage) -> None:

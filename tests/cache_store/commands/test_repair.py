@@ -7,6 +7,7 @@ import pytest
 
 from cache_store.cli import main
 from cache_store.ledger import Ledger
+from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 from tests.cache_store.samples import make_spec
 from tests.cache_store.survival import same_build
@@ -68,4 +69,10 @@ def test_exclude_names_the_list_for_the_config(storage: Storage, capsys: pytest.
     facts = json.loads(capsys.readouterr().out)
     assert facts["exclusions"] == name
     assert [item["sample_id"] for item in facts["samples"]] == [sample_id]
+    sound = next(name for name in CacheReader(storage).ids if name != sample_id)
+    assert main(["repair", storage.url, "--exclude", "--sample", sound, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["samples"]
+    assert {item["sample_id"] for item in listed} == {sample_id, sound}
+    assert main(["repair", storage.url, "--sample", sound]) == 1
+    assert "--sample goes with --exclude" in capsys.readouterr().err
     assert main(["repair", storage.url, "--exclude", "--dry-run"]) == 1
