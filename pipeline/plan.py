@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache_store.estimate import estimate_bytes
+from cache_store.estimate import estimate_bytes, size_text
 from cache_store.schema import EXACT_CODECS, CacheSpec
 from pipeline.config import Config
 from pipeline.errors import ConfigError
@@ -84,19 +84,13 @@ class Plan:
 def make_plan(config: Config, size: TargetSize, samples: int) -> Plan:
     """Price the build and the training of `samples` prompts.
 
-    Raises ConfigError when the run would have no optimizer step, CacheError for layers that the target lacks.
+    Raises CacheError for layers that the target lacks.
     """
     response = config.plan.response_tokens or config.generation.sampling.max_new_tokens
     per_sample = min(config.plan.prompt_tokens + response, config.max_length)
     tokens = round(samples * per_sample)
     fraction = min(1.0, response / per_sample)
     cache = estimate_bytes(_cache_spec(config, size), tokens, fraction, samples=samples)
-    steps = math.floor(config.training.epochs * samples / config.training.global_batch_size)
-    if steps < 1:
-        raise ConfigError(
-            f"training: {config.training.epochs} epochs of {samples} samples do not fill one global batch of "
-            f"{config.training.global_batch_size}; lower training.global_batch_size or add prompts"
-        )
     drafter = drafter_parameters(config, size)
     return Plan(
         samples=samples,
@@ -110,7 +104,7 @@ def make_plan(config: Config, size: TargetSize, samples: int) -> Plan:
         generation_weights_bytes=size.parameters * BF16_BYTES,
         extraction_bytes=_extraction_bytes(config, size),
         training_bytes=_training_bytes(config, size, drafter),
-        steps=steps,
+        steps=math.floor(config.training.epochs * samples / config.training.global_batch_size),
     )
 
 
@@ -176,7 +170,8 @@ def _training_bytes(config: Config, size: TargetSize, drafter: int) -> int:
     # Attention scores of every layer, float32, kept for backward.
     heads = config.drafter.num_attention_heads or size.heads
     scores = slots * heads * (training.max_length + config.drafter.block_size) * 4 * layers
-    chunk = training.loss_rows_per_chunk * size.vocab * 4 * 4
+    # Rows of logits in the compute dtype (drafter's, target's and Markov bias count alike), and W2's float32 gradient.
+    chunk = training.loss_rows_per_chunk * size.vocab * BF16_BYTES + size.vocab * config.drafter.markov_rank * 4
     return weights + frozen + activations + states + scores + chunk
 
 
@@ -217,13 +212,11 @@ def _codecs(config: Config) -> str:
     return f"{cache.format} {cache.codec}" + (f", last hidden state {last}" if last != cache.codec else "")
 
 
-def format_bytes(count: float) -> str:
-    """Decimal units, as disks and bills have them: `37.94 TB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.4g} {unit}"
-        count /= 1000
-    return f"{count:,.2f} TB"
+def _steps_text(plan: Plan, config: Config) -> str:
+    batch = config.training.global_batch_size
+    if plan.steps:
+        return f"{plan.steps:,} of {batch} samples"
+    return f"none: training.epochs x samples do not fill one training.global_batch_size of {batch}; training refuses"
 
 
 def format_plan(plan: Plan, config: Config) -> str:
@@ -231,8 +224,8 @@ def format_plan(plan: Plan, config: Config) -> str:
     rows = [
         ("samples", f"{plan.samples:,}"),
         ("tokens", f"{plan.tokens:,} ({100 * plan.supervised_fraction:.0f} % supervised)"),
-        ("hidden states, raw", format_bytes(plan.raw_bytes)),
-        (f"Target Cache, {_codecs(config)}", f"{format_bytes(plan.stored_bytes)} in {plan.shards:,} shards"),
+        ("hidden states, raw", size_text(plan.raw_bytes)),
+        (f"Target Cache, {_codecs(config)}", f"{size_text(plan.stored_bytes)} in {plan.shards:,} shards"),
         ("target", f"{plan.target_parameters / 1e9:,.2f} B parameters"),
         ("drafter, trainable", f"{plan.drafter_parameters / 1e6:,.1f} M parameters"),
         (
@@ -244,7 +237,7 @@ def format_plan(plan: Plan, config: Config) -> str:
             "memory per training worker",
             f"{plan.training_bytes / GIB:,.1f} GiB (weights, optimizer states, one micro-batch and one loss chunk)",
         ),
-        ("optimizer steps", f"{plan.steps:,} of {config.training.global_batch_size} samples"),
+        ("optimizer steps", _steps_text(plan, config)),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{config.name}: dry run, nothing was started"]

@@ -46,6 +46,7 @@ _KEPT = (
     "num_anchors",
     "max_length",
     "lr",
+    "betas",
     "weight_decay",
     "warmup_ratio",
     "gradient_clip",
@@ -117,6 +118,12 @@ def prepare_job(config: Config) -> TrainingJob:
     check_cache(samples.spec, drafter, config.cache.url)
     check_origin(samples.spec, config)
     training = config.training
+    steps = total_steps(len(samples), training.epochs, training.global_batch_size)
+    if steps < 1:
+        raise ConfigError(
+            f"training: {training.epochs:g} epochs of {len(samples)} samples do not fill one global batch of "
+            f"{training.global_batch_size}; lower training.global_batch_size, or raise training.epochs"
+        )
     draft_vocab = _draft_vocab(config, drafter, samples.readers[0])
     absolute = config.model_copy(
         update={
@@ -136,7 +143,7 @@ def prepare_job(config: Config) -> TrainingJob:
         cache=samples.spec,
         num_samples=len(samples),
         data=tuple(map(describe, samples.reports)),
-        total_steps=total_steps(len(samples), training.epochs, training.global_batch_size),
+        total_steps=steps,
         recipe=recipe_of(training, drafter, samples)
         | ({"drafter.draft_vocab": draft_vocab.digest} if draft_vocab else {}),
         draft_vocab=draft_vocab,

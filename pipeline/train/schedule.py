@@ -6,8 +6,8 @@ import math
 
 
 def total_steps(num_samples: int, epochs: float, global_batch_size: int) -> int:
-    """Optimizer steps of a run: floor(epochs · samples / global batch), at least one."""
-    return max(1, math.floor(epochs * num_samples / global_batch_size))
+    """Optimizer steps of a run: floor(epochs · samples / global batch)."""
+    return math.floor(epochs * num_samples / global_batch_size)
 
 
 def lr_at(step: int, *, total: int, peak: float, warmup_ratio: float) -> float:

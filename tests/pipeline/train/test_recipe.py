@@ -43,6 +43,7 @@ def test_job_is_resolved_and_absolute(root: Path, monkeypatch: pytest.MonkeyPatc
     ("field", "change"),
     [
         ("training.lr", {"training": {"lr": 1e-3}}),
+        ("training.betas", {"training": {"betas": [0.9, 0.95]}}),
         ("training.seed", {"training": {"seed": 1}}),
         ("training.epochs", {"training": {"epochs": 4}}),
         ("training.global_batch_size", {"training": {"global_batch_size": 4}}),
@@ -117,6 +118,11 @@ def test_mask_token_outside_the_vocabulary_is_refused(root: Path) -> None:
     drafter = config.drafter.model_copy(update={"mask_token": 97})
     with pytest.raises(ConfigError, match="97"):
         prepare_job(config.model_copy(update={"drafter": drafter}))
+
+
+def test_a_run_without_a_full_global_batch_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"epochs of \d+ samples do not fill one global batch of 4096; lower"):
+        prepare_job(make_config(root, global_batch_size=4096))
 
 
 def test_missing_cache_is_one_clear_error(root: Path) -> None:

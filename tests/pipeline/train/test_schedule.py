@@ -26,7 +26,7 @@ def test_rate_rises_then_falls_within_bounds(total: int, ratio: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "epochs", "batch", "steps"), [(100, 10, 32, 31), (5, 1, 32, 1), (64, 0.5, 16, 2), (512, 10, 512, 10)]
+    ("samples", "epochs", "batch", "steps"), [(100, 10, 32, 31), (5, 1, 32, 0), (64, 0.5, 16, 2), (512, 10, 512, 10)]
 )
 def test_total_steps(samples: int, epochs: float, batch: int, steps: int) -> None:
     assert total_steps(samples, epochs, batch) == steps
