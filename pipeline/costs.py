@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from model.target_heads import load_target_heads
 from pipeline import html_report
 from pipeline.cluster import has_accelerators, ray_session, session_logs
 from pipeline.config import Config
+from pipeline.config_serving import CostSection
 from pipeline.engines.hf import load_target, resolve_target, torch_dtype, worker_section
 from pipeline.errors import ConfigError, EvaluationFailed
 from pipeline.report_text import print_warnings, wide_console
@@ -96,8 +98,14 @@ def token_counts(max_tokens: int) -> list[int]:
     return sizes
 
 
-def measure_costs(recipe: CostRecipe) -> CostTable:
-    """Measure in this process.
+def count_steps(section: CostSection) -> int:
+    """Forward passes that a measurement makes, the untimed ones included."""
+    sizes = len(token_counts(section.max_tokens)) + len(_DRAFTED_REQUESTS)
+    return sizes * (section.warm_up + section.repeats)
+
+
+def measure_costs(recipe: CostRecipe, on_step: Callable[[], None] = lambda: None) -> CostTable:
+    """Measure in this process; `on_step` is called after each of the `count_steps` passes.
 
     A step is one sequence's B tokens behind `context_tokens` in the cache, with logits and captured layers for all B,
     as verification needs them. Drafting is timed for batches of whole blocks and written as a line in their positions.
@@ -120,11 +128,22 @@ def measure_costs(recipe: CostRecipe) -> CostTable:
         _wait(recipe.device)
 
     sizes = token_counts(section.max_tokens)
-    seconds = measure(step, sizes, repeats=section.repeats, warm_up=section.warm_up, clock=_CLOCKS[section.clock])
+    time_steps = partial(
+        measure, repeats=section.repeats, warm_up=section.warm_up, clock=_CLOCKS[section.clock], on_step=on_step
+    )
+    seconds = time_steps(step, sizes)
     heads = load_target_heads(
         resolve_target(config.target), dtype=model.dtype, device=recipe.device, draft_ids=model.draft_ids
     )
-    start, slope = _measure_drafting(lambda: make_drafter(model, heads), hidden, context, recipe)
+    batches = {count: _after(make_drafter(model, heads), hidden, context, count) for count in _DRAFTED_REQUESTS}
+    block = batches[1].block_size
+
+    def draft(requests: int) -> None:
+        uniforms = torch.zeros(requests, block, device=recipe.device)
+        batches[requests].propose([context[0]] * requests, Sampling(temperature=0.0), uniforms)
+        _wait(recipe.device)
+
+    start, slope = fit_line([requests * block for requests in batches], time_steps(draft, list(batches)))
     return CostTable(
         device=device_name(recipe.device),
         target=Path(config.target.path).name,
@@ -138,27 +157,26 @@ def measure_costs(recipe: CostRecipe) -> CostTable:
     )
 
 
-@torch.no_grad()
-def _measure_drafting(
-    fresh: Callable[[], Drafter], hidden_1TC: torch.Tensor, context: list[int], recipe: CostRecipe
-) -> tuple[float, float]:
-    """Seconds of a drafting pass and per position on top, by least squares over batches of requests."""
-    drafters = {}
-    for requests in _DRAFTED_REQUESTS:
-        drafters[requests] = fresh()
-        drafters[requests].add(hidden_1TC.expand(requests, -1, -1), [context] * requests)
-    block = drafters[1].block_size
+def _after(drafter: Drafter, hidden_1TC: torch.Tensor, context: list[int], requests: int) -> Drafter:
+    """The drafter with so many requests in it, all behind the same context."""
+    drafter.add(hidden_1TC.expand(requests, -1, -1), [context] * requests)
+    return drafter
 
-    def draft(requests: int) -> None:
-        uniforms = torch.zeros(requests, block, device=recipe.device)
-        drafters[requests].propose([context[0]] * requests, Sampling(temperature=0.0), uniforms)
-        _wait(recipe.device)
 
-    section = recipe.config.cost
-    seconds = measure(
-        draft, _DRAFTED_REQUESTS, repeats=section.repeats, warm_up=section.warm_up, clock=_CLOCKS[section.clock]
-    )
-    return fit_line([requests * block for requests in _DRAFTED_REQUESTS], seconds)
+class _Meter:
+    """The measuring process, and how far it is; two threads, so that it answers while it measures."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def measure(self, recipe: CostRecipe) -> CostTable:
+        return measure_costs(recipe, self._count)
+
+    def steps(self) -> int:
+        return self._steps
+
+    def _count(self) -> None:
+        self._steps += 1
 
 
 def fit_line(positions: list[int], seconds: list[float]) -> tuple[float, float]:
@@ -207,10 +225,11 @@ def _measure_on_ray(config: Config) -> CostTable:
         import ray
 
         gpus = section.gpus if has_accelerators() else 0.0
-        remote: Any = ray.remote(measure_costs).options(num_cpus=section.cpus, num_gpus=gpus)
-        pending = [remote.remote(CostRecipe(config=local, device="cuda" if gpus else "cpu"))]
-        progress = Progress("measure", 1, unit="tables")
-        waited = 0.0
+        actor: Any = ray.remote(_Meter).options(num_cpus=section.cpus, num_gpus=gpus, max_concurrency=2)
+        meter = actor.remote()
+        pending = [meter.measure.remote(CostRecipe(config=local, device="cuda" if gpus else "cpu"))]
+        progress = Progress("measure", count_steps(section), unit="steps")
+        asked, waited = [meter.steps.remote()], 0.0
         while not ray.wait(pending, timeout=_TICK_S)[0]:
             waited += _TICK_S
             if waited >= section.timeout_s:
@@ -218,9 +237,15 @@ def _measure_on_ray(config: Config) -> CostTable:
                     f"measure: no table after {waited:.0f} s: the process hangs or cannot be scheduled "
                     f"({section.cpus:g} CPUs, {gpus:g} GPUs); see {session_logs()}, or raise cost.timeout_s"
                 )
-            progress.update()
+            done = progress.done
+            if ray.wait(asked, timeout=0)[0] and not ray.wait(pending, timeout=0)[0]:
+                done = ray.get(asked[0])
+                asked = [meter.steps.remote()]
+            progress.update(done - progress.done, detail="" if done else "loading the target")
         try:
             table: CostTable = ray.get(pending[0])
+            progress.update(progress.total - progress.done)
+            progress.finish()
         except ray.exceptions.RayError as error:
             known = own_error(error)
             if known is not None:

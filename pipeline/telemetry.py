@@ -45,10 +45,16 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes:02d}:{secs:02d}"
 
 
+_LONGEST_SILENCE = 6
+"""Intervals: how rarely a stage that gets nothing done says so."""
+
+
 class Progress:
     """Counts a stage's units and prints a line at most every `interval` seconds, and always at the end.
 
-    `already` units were done by an earlier run: they count towards the total, not towards the rate.
+    `already` units were done by an earlier run: they count towards the total, not towards the rate. Rate and time left
+    are of the time since the first units came, once more have come: an engine's start would hide the pace otherwise.
+    While nothing new comes, lines are twice as far apart each time, up to six intervals.
     """
 
     def __init__(
@@ -69,12 +75,19 @@ class Progress:
         self._stream = stream if stream is not None else sys.stdout
         self._started = clock()
         self._last_print = float("-inf")
+        self._first: tuple[float, int] | None = None
+        self._said, self._silence = (-1, -1), 1
 
     def update(self, done: int = 0, *, failed: int = 0, detail: str = "") -> None:
         """Add finished and failed units; print when the interval has passed."""
         self.done += done
         self.failed += failed
-        if self._clock() - self._last_print >= self._interval:
+        if self._first is None and done:
+            self._first = (self._clock(), self.done)
+        news = (self.done, self.failed) != self._said
+        wait = self._interval * (1 if news else self._silence)
+        if self._clock() - self._last_print >= wait:
+            self._silence = 1 if news else min(2 * self._silence, _LONGEST_SILENCE)
             self._emit(detail)
 
     def finish(self, detail: str = "") -> ProgressRecord:
@@ -83,8 +96,11 @@ class Progress:
 
     def record(self, detail: str = "") -> ProgressRecord:
         """The state now, without printing."""
-        elapsed = self._clock() - self._started
-        rate = (self.done - self.already) / elapsed if elapsed > 0 else 0.0
+        now = self._clock()
+        elapsed, since, counted = now - self._started, self._started, self.already
+        if self._first is not None and self.done > self._first[1]:
+            since, counted = self._first
+        rate = (self.done - counted) / (now - since) if now > since else 0.0
         eta = (self.total - self.done - self.failed) / rate if rate > 0 else None
         return ProgressRecord(
             stage=self.stage,
@@ -100,7 +116,7 @@ class Progress:
 
     def _emit(self, detail: str) -> ProgressRecord:
         record = self.record(detail)
-        self._last_print = self._clock()
+        self._last_print, self._said = self._clock(), (self.done, self.failed)
         print(record.line(), file=self._stream, flush=True)
         if self._log_file is not None:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)

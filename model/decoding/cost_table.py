@@ -176,8 +176,9 @@ def measure(
     repeats: int,
     warm_up: int,
     clock: Callable[[], float] = time.perf_counter,
+    on_step: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Median seconds of `step(size)` for every size, after `warm_up` untimed calls of each.
+    """Median seconds of `step(size)` for every size, after `warm_up` untimed calls of each; `on_step` follows each.
 
     `step` returns when its work is done (on a GPU it synchronises). The sizes are visited in turn within each repeat,
     so that a machine that slows down slows all of them alike. Raises CostTableError for an empty or impossible order.
@@ -190,12 +191,14 @@ def measure(
     for size in sizes:
         for _ in range(warm_up):
             step(size)
+            on_step()
     times: list[list[float]] = [[] for _ in sizes]
     for _ in range(repeats):
         for size, taken in zip(sizes, times, strict=True):
             started = clock()
             step(size)
             taken.append(clock() - started)
+            on_step()
     return [statistics.median(taken) for taken in times]
 
 

@@ -42,6 +42,36 @@ def test_nothing_done_has_no_eta() -> None:
     assert "ETA --:--" in progress.record().line()
 
 
+def test_the_pace_is_that_of_the_units_and_not_of_the_engine_start() -> None:
+    clock = _Clock()
+    progress = Progress("regenerate", 100, stream=io.StringIO(), clock=clock)
+    clock.now = 60.0
+    progress.update(10)
+    assert progress.record().rate == 10 / 60
+    clock.now = 70.0
+    progress.update(20)
+    assert (progress.record().rate, progress.record().eta) == (2.0, 35.0)
+    clock.now = 80.0
+    assert progress.record().rate == 1.0
+    assert progress.record().elapsed == 80.0
+
+
+def test_a_stage_without_news_speaks_more_and_more_rarely_but_never_falls_silent() -> None:
+    clock, out = _Clock(), io.StringIO()
+    progress = Progress("regenerate", 100, interval=10, stream=out, clock=clock)
+    printed = []
+    for now in range(0, 305, 5):
+        clock.now = float(now)
+        lines = out.getvalue().count("\n")
+        progress.update(detail="starting the engine")
+        if out.getvalue().count("\n") > lines:
+            printed.append(now)
+    assert printed == [0, 10, 30, 70, 130, 190, 250]
+    clock.now = 310.0
+    progress.update(5)
+    assert "5/100" in out.getvalue().splitlines()[-1], "news wait for one interval only"
+
+
 def test_empty_stage_is_complete() -> None:
     assert "(100 %)" in Progress("x", 0, stream=io.StringIO()).finish().line()
 
