@@ -74,6 +74,15 @@ def estimate_bytes(
     return Estimate(raw_bytes=raw, stored_bytes=stored, shards=-(-stored // spec.shard_bytes))
 
 
+def size_text(count: float) -> str:
+    """Bytes for people, in decimal units as disks and bills have them: `37.94 TB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"
+
+
 def measure_ratios(spec: CacheSpec, samples: Sequence[TargetSample]) -> Ratios:
     """The factors of real samples of a target, by compressing them as a shard does."""
     if not samples:

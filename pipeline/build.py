@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cache_store.calibration import CALIBRATION_SAMPLES
+from cache_store.estimate import size_text
 from cache_store.ledger import Ledger, seal
 from cache_store.manifest import Manifest
 from cache_store.schema import CacheSpec
@@ -69,7 +70,7 @@ class BuildReport:
         lines = [
             f"cache    {self.url}",
             f"samples  {self.samples:,} committed, {self.rejected:,} rejected; {self.tokens:,} tokens, "
-            f"{self.supervised_tokens:,} supervised; {self.bytes / 2**20:,.1f} MiB",
+            f"{self.supervised_tokens:,} supervised; {size_text(self.bytes)}",
         ]
         if answers.answers:
             rate = answers.generated_tokens / max(answers.seconds, 1e-9)
@@ -159,7 +160,7 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
         spec = make_spec(config, target, spooled.digest)
         texts = rendered_prompts(target.chat, spooled.first)
         needed = check_space(config, storage, spec, target, spooled)
-        _say(f"space: at most {needed / 2**20:,.0f} MiB for the states")
+        _say(f"space: at most {size_text(needed)} for the states")
         if dry_run:
             check_settings(storage, spec)
             _say(format_plan(make_plan(config, target_size(config), counts.accepted), config))

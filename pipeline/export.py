@@ -234,4 +234,6 @@ def _columns(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> list[str
 def _short(value: Any) -> str:
     if isinstance(value, list) and len(value) > 1 and len(set(map(str, value))) == 1:
         return f"[{value[0]}, ...] x {len(value)}"
+    if isinstance(value, list) and any(isinstance(item, float) for item in value):
+        return f"[{', '.join(f'{item:.4g}' for item in value)}]"
     return json.dumps(value)

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_store.errors import CacheError, SampleRejected
+from cache_store.estimate import size_text
 from cache_store.ledger import Ledger, Reject
 from cache_store.schema import CacheSpec, TargetSample
 from cache_store.storage import Storage
@@ -134,7 +135,7 @@ def _run_pass(
 
 
 def _detail(report: ExtractReport) -> str:
-    return f"{report.tokens:,} tokens, {report.bytes / 2**20:,.0f} MiB written"
+    return f"{report.tokens:,} tokens, {size_text(report.bytes)} written"
 
 
 # --- in the workers --------------------------------------------------------------------------------------------------

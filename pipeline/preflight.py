@@ -18,7 +18,7 @@ import numpy as np
 from cache_store.calibration import calibrate, commit_calibration
 from cache_store.codec import to_float
 from cache_store.errors import CacheError
-from cache_store.estimate import estimate_bytes
+from cache_store.estimate import estimate_bytes, size_text
 from cache_store.identity import fingerprint
 from cache_store.manifest import SHARDS
 from cache_store.reader import CacheReader
@@ -86,8 +86,8 @@ def check_space(
     free += sum(info.size for info in storage.list(SHARDS))
     if estimate.stored_bytes > free:
         raise PreflightFailed(
-            f"cache.url {config.cache.url}: {free / 2**30:.1f} GiB free or its own, up to "
-            f"{estimate.stored_bytes / 2**30:.1f} GiB needed for {count:,} prompts; "
+            f"cache.url {config.cache.url}: {size_text(free)} free or its own, up to "
+            f"{size_text(estimate.stored_bytes)} needed for {count:,} prompts; "
             "free some, choose another place, or set cache.ignore_free_space=true"
         )
     return estimate.stored_bytes

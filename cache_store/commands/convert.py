@@ -7,13 +7,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from cache_store.commands.inspect import errors_table
 from cache_store.commands.progress import count_bar
-from cache_store.commands.terminal import EXIT_OK, at_least, pairs_table, size_text, storage_of
+from cache_store.commands.terminal import EXIT_OK, at_least, pairs_table, storage_of, wide_console
 from cache_store.convert import Changes, Source, StoredCache, convert
 from cache_store.errors import CacheError
+from cache_store.estimate import size_text
 from cache_store.manifest import Manifest
 from cache_store.reference_cache import ReferenceCache, is_reference_cache
 from cache_store.schema import CODECS, FORMATS, LAST_CODECS, LAST_HIDDEN
@@ -100,7 +99,7 @@ def _show(options: argparse.Namespace, manifest: Manifest) -> None:
         "rejected": f"{manifest.rejected:,}",
         "stored": f"{size_text(manifest.num_bytes)} in {len(manifest.shards):,} shards",
     }
-    console = Console()
+    console = wide_console()
     console.print(pairs_table(f"Converted to {options.destination}", rows))
     if manifest.errors:
         console.print(errors_table(manifest.errors))

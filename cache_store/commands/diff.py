@@ -7,12 +7,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cache_store.commands.progress import count_bar
-from cache_store.commands.terminal import EXIT_FAILED, EXIT_OK, open_cache
+from cache_store.commands.terminal import EXIT_FAILED, EXIT_OK, open_cache, wide_console
 from cache_store.diff import CacheDiff, diff_caches
 from cache_store.reader import CacheReader
 from cache_store.storage import open_storage
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(found: CacheDiff, options: argparse.Namespace) -> None:
-    console = Console()
+    console = wide_console()
     if found.settings:
         table = Table("setting", options.url, options.other, title="Settings", title_justify="left")
         for name, *values in found.settings:
@@ -65,4 +64,6 @@ def _show(found: CacheDiff, options: argparse.Namespace) -> None:
         console.print(samples)
     if found.compared == "nothing":
         print("content was not compared: the caches store samples in different ways; compare with --values")
+    elif found.compared == "checksums":
+        print("content was compared by the recorded checksums; --values reads the samples themselves")
     print(f"{'same' if found.same else 'DIFFERENT'}: {found.common:,} samples in both")

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from cache_store.commands.terminal import EXIT_OK, at_least, fraction, open_cache, pairs_table, size_text
+from cache_store.commands.terminal import EXIT_OK, at_least, fraction, open_cache, pairs_table, wide_console
 from cache_store.errors import CacheError
 from cache_store.estimate import (
     MEASURED,
@@ -25,6 +24,7 @@ from cache_store.estimate import (
     measure_ratios,
     price_choices,
     read_histogram,
+    size_text,
 )
 from cache_store.estimate_config import SUFFIXES, read_planned
 from cache_store.reader import CacheReader
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         "stored per raw byte": f"{chosen.captured:.3f} captured layers, {chosen.last:.3f} last hidden state",
         "factors": source,
     }
-    console = Console()
+    console = wide_console()
     console.print(pairs_table("Estimate", rows))
     console.print(_choices_table(spec, choices))
     return EXIT_OK

@@ -7,11 +7,11 @@ import json
 import re
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cache_store.commands.terminal import EXIT_OK, EXIT_ORPHANS, size_text, storage_of
+from cache_store.commands.terminal import EXIT_OK, EXIT_ORPHANS, storage_of, wide_console
+from cache_store.estimate import size_text
 from cache_store.gc import SAFE_AGE_S, Garbage, GcReport, collect_garbage
 
 HELP = "find what crashes left behind, and delete it with --delete"
@@ -40,7 +40,10 @@ def seconds(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was found; returns the exit code: 0 nothing is left, 3 something is."""
+    """Print what was found; returns the exit code: 0 nothing to delete is left, 3 something is.
+
+    Objects too young to tell do not count.
+    """
     report = collect_garbage(
         storage_of(options), delete=options.delete, older_than_s=options.older_than, aside=options.aside
     )
@@ -58,7 +61,7 @@ def _show(report: GcReport, options: argparse.Namespace) -> None:
         done = "deleted" if options.delete else "would go"
         for item, fate in [*((i, done) for i in report.garbage), *((i, "kept: young") for i in report.young)]:
             table.add_row(item.kind, Text(item.name, overflow="fold"), f"{item.size:,}", _age(item), fate)
-        Console().print(table)
+        wide_console().print(table)
     size = size_text(sum(item.size for item in report.garbage))
     if options.delete:
         freed = size_text(report.freed_bytes)

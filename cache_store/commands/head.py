@@ -6,12 +6,12 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cache_store import index
-from cache_store.commands.terminal import EXIT_OK, at_least, open_cache, size_text
+from cache_store.commands.terminal import EXIT_OK, at_least, open_cache, wide_console
+from cache_store.estimate import size_text
 from cache_store.reader import CacheReader
 
 HELP = "the first samples as a table: ids, lengths, domains, where they lie"
@@ -32,13 +32,12 @@ def run(options: argparse.Namespace) -> int:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
         return EXIT_OK
-    table = Table("", "sample", "domain", "finish", "tokens", "supervised", "runs", "bytes", "shard", "offset")
+    table = Table("", "sample", "domain", "finish", "tokens", "supervised", "bytes", "shard @ offset")
     for row in rows:
         texts: list[Text | str] = [_folded(row[name]) for name in ("sample_id", "domain", "finish")]
-        texts += [f"{row[name]:,}" for name in ("tokens", "supervised")]
-        texts += [str(len(row["spans"])), size_text(row["length"]), _folded(row["shard"])]
-        table.add_row(str(row["position"]), *texts, f"{row['offset']:,}")
-    console = Console()
+        texts += [f"{row['tokens']:,}", f"{row['supervised']:,} in {len(row['spans'])}", size_text(row["length"])]
+        table.add_row(str(row["position"]), *texts, _folded(f"{row['shard']} @ {row['offset']:,}"))
+    console = wide_console()
     console.print(table)
     console.print(f"{len(rows)} of {len(reader):,} samples")
     return EXIT_OK

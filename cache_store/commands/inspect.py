@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cache_store.commands.terminal import EXIT_OK, open_cache, pairs_table, show_histogram, size_text
+from cache_store.commands.terminal import EXIT_OK, open_cache, pairs_table, show_histogram, wide_console
+from cache_store.estimate import size_text
 from cache_store.fields import TensorError
 from cache_store.inspection import Inspection, inspect_cache
 
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(facts)))
     else:
-        _show(facts, Console())
+        _show(facts, wide_console())
     return EXIT_OK
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_store.commands.progress import count_bar
-from cache_store.commands.terminal import EXIT_OK, at_least, open_cache, show_histogram
+from cache_store.commands.terminal import EXIT_OK, at_least, open_cache, show_histogram, wide_console
 from cache_store.stats import MASSIVE, CacheStats, cache_stats
 from cache_store.stats_plot import save_png
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(stats)))
         return EXIT_OK
-    console = Console()
+    console = wide_console()
     _show(stats, console)
     if options.png:
         console.print(Text(f"picture: {options.png}"), soft_wrap=True)

@@ -23,6 +23,7 @@ EXIT_OK, EXIT_FAILED, EXIT_ORPHANS, EXIT_INCOMPLETE = 0, 1, 3, 4
 EXIT_INTERRUPTED, EXIT_CLOSED = 130, 141
 """As the shell reports SIGINT and SIGPIPE."""
 BAR_WIDTH = 40
+_WIDTH_WITHOUT_TERMINAL = 160
 
 
 def leave_pipe(code: int = EXIT_CLOSED) -> int:
@@ -68,6 +69,12 @@ def open_cache(options: argparse.Namespace) -> CacheReader:
     return CacheReader(storage_of(options), allow_unsealed=True)
 
 
+def wide_console() -> Console:
+    """Standard output; where its width is unknown (a file, a job's log), wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+
+
 def pairs_table(title: str, values: dict[str, Any]) -> Table:
     """Names and values; what is not text is shown as JSON."""
     table = Table(title=title, title_justify="left", show_header=False)
@@ -84,12 +91,3 @@ def show_histogram(console: Console, title: str, bins: Sequence[LengthBin]) -> N
     for item in bins:
         bar = "█" * round(BAR_WIDTH * item.samples / most) or ("▏" if item.samples else "")
         console.print(Text(f"{item.low:>7,}-{item.high:<7,} {bar} {item.samples:,}"))
-
-
-def size_text(count: float) -> str:
-    """Bytes for people: three digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"

@@ -6,13 +6,13 @@ import argparse
 import json
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cache_store.audit import verify_cache
 from cache_store.commands.progress import audit_bar
-from cache_store.commands.terminal import EXIT_FAILED, EXIT_OK, EXIT_ORPHANS, size_text, storage_of
+from cache_store.commands.terminal import EXIT_FAILED, EXIT_OK, EXIT_ORPHANS, storage_of, wide_console
+from cache_store.estimate import size_text
 
 HELP = "check every shard against its record: sizes, checksums, ids, finite states"
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             table = Table("finding", "object", "detail", title="Findings", title_justify="left")
             for finding in report.findings:
                 table.add_row(finding.kind, Text(finding.name, overflow="fold"), Text(finding.detail, overflow="fold"))
-            Console().print(table)
+            wide_console().print(table)
         unfinished = {finding.kind for finding in report.findings if finding.damage} == {"not-sealed"}
         damaged = "NOT SEALED" if unfinished else "DAMAGED"
         verdict = damaged if report.damaged else "sound, with orphans" if report.findings else "sound"

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from cache_store.cli import main
-from cache_store.commands.terminal import EXIT_CLOSED, size_text
+from cache_store.commands.terminal import EXIT_CLOSED
 from cache_store.ledger import Ledger, Reject, seal
 from cache_store.storage import Storage, open_storage
 from tests.cache_store.samples import build_cache, make_spec
@@ -185,8 +185,3 @@ def test_an_interrupted_command_says_so(
     monkeypatch.setattr("cache_store.commands.verify.verify_cache", interrupt)
     assert main(["verify", storage.url]) == 130
     assert capsys.readouterr().err.startswith("interrupted: ")
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1,023 B"), (1536, "1.50 KiB"), (5 << 40, "5.00 TiB")])
-def test_sizes_for_people(count: int, text: str) -> None:
-    assert size_text(count) == text

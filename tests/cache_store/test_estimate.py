@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_store.estimate import Ratios, estimate_bytes, measure_ratios
+from cache_store.estimate import Ratios, estimate_bytes, measure_ratios, size_text
 from cache_store.storage import open_storage
 from tests.cache_store.samples import build_cache, make_spec
 
@@ -47,3 +47,10 @@ def test_ratios_of_other_data_count(tmp_path: Path) -> None:
         estimate_bytes(spec, 1000, 0.5).stored_bytes
     )
     assert measure_ratios(spec, []) == Ratios(captured=0.0, last=0.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1536, "1.54 kB"), (2_500_000, "2.50 MB"), (37.94e12, "37.94 TB")]
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert size_text(count) == text

@@ -157,7 +157,7 @@ def test_space_is_checked_against_the_estimate(
     needed = check_space(config, storage, spec, target, spooled)
     assert needed > 50 * 8 * spec.hidden_size * 2  # at least the answers' last hidden states
     monkeypatch.setattr(Storage, "free_bytes", lambda self: needed - 1)
-    with pytest.raises(PreflightFailed, match=r"GiB free or its own, up to .* GiB needed for 50 prompts"):
+    with pytest.raises(PreflightFailed, match=r"B free or its own, up to .*B needed for 50 prompts"):
         check_space(config, storage, spec, target, spooled)
     storage.put("shards/one.parquet", b"x")  # a build under way has part of the space already
     assert check_space(config, storage, spec, target, spooled) == needed
