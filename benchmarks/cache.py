@@ -111,7 +111,9 @@ def main() -> None:
     figures: dict[str, float] = {}
     for name in args.only or available:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        figures |= available[name](source, FOLDER)
+        found = available[name](source, FOLDER)
+        print("  " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), file=sys.stderr, flush=True)
+        figures |= found
     show(figures, source)
     args.output.write_text(json.dumps({"benchmark": "cache", **figures}, indent=1) + "\n", encoding="utf-8")
     if args.json:

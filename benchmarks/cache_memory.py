@@ -38,7 +38,7 @@ def memory(source: Any, folder: Path) -> dict[str, float]:
 
 
 def write(source: Any, url: Path, times: int) -> Path:
-    """A cache of the first tokens of real samples, each stored `times` times under ids of its own."""
+    """A cache of the last tokens of real samples, each stored `times` times under ids of its own."""
     from cache_store.ledger import seal
     from cache_store.schema import CacheSpec
     from cache_store.storage import open_storage
@@ -64,10 +64,10 @@ def write(source: Any, url: Path, times: int) -> Path:
             cut = replace(
                 sample,
                 sample_id=f"{number}-{sample.sample_id}",
-                input_ids=sample.input_ids[:TOKENS],
-                loss_mask=sample.loss_mask[:TOKENS],
-                hidden_states=sample.hidden_states[:, :TOKENS],
-                last_hidden_state=sample.last_hidden_state[:TOKENS],
+                input_ids=sample.input_ids[-TOKENS:],
+                loss_mask=sample.loss_mask[-TOKENS:],
+                hidden_states=sample.hidden_states[:, -TOKENS:],
+                last_hidden_state=sample.last_hidden_state[-TOKENS:],
             )
             writer.write(cut)
     seal(storage, expected_ids=None)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -170,10 +171,10 @@ def s3_reads(source: CacheReader, folder: Path) -> dict[str, float]:
             plain = plain_samples(CacheReader(local))
 
             def read_ours(reader: CacheReader = reader) -> None:
-                list(pool.map(reader.read, order))
+                deque(pool.map(reader.read, order), maxlen=0)  # as a trainer: use and forget
 
             def read_with(fetch: Fetch, plain: list[PlainSample] = plain) -> None:
-                list(pool.map(lambda position: read_plain(plain[position], fetch), order))
+                deque(pool.map(lambda position: read_plain(plain[position], fetch), order), maxlen=0)
 
             botocore_get, http_get = plain_clients(endpoint, form)
             tasks = {

@@ -17,12 +17,13 @@ import time
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
 
 from cache_store.errors import StorageError
+from cache_store.http_answer import Answer, BadAnswer
 from cache_store.retry import EndsEarly, ShortBody, StorageOptions, Transfer
 
-PIECE_BYTES = 1 << 20
 SIGNED_FOR_S, SIGNED_ANEW_S = 3600, 900
 """Life of a signed URL, and the age at which it is signed anew."""
 URLS_KEPT = 4096
@@ -37,12 +38,21 @@ class Refusal(Exception):
         self.response = {"Error": {"Code": code, "Message": message}}
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an object is read."""
+
+    url: str
+    head: str
+    signed: float
+
+
 class RangeClient:
     """Reads objects through `sign(name) -> URL`; safe to use from several threads."""
 
     def __init__(self, sign: Callable[[str], str], options: StorageOptions) -> None:
         self._sign, self._options = sign, options
-        self._urls: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._places: OrderedDict[str, _Place] = OrderedDict()
         self._idle: list[http.client.HTTPConnection] = []  # appending and popping are atomic
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
@@ -51,103 +61,70 @@ class RangeClient:
         """Go on with a transfer. Raises OSError of the kind that the refusal is, ShortBody, TooSlow, EndsEarly."""
         if transfer.length is None:  # a small object that may be replaced meanwhile, such as a manifest
             transfer.restart()
-        first = offset + transfer.done
-        headers = {}
+        first, wanted = offset + transfer.done, ""
         if transfer.missing is not None:
-            headers["Range"] = f"bytes={first}-{first + transfer.missing - 1}"
-        connection, response = self._request(name, headers)
+            wanted = f"Range: bytes={first}-{first + transfer.missing - 1}\r\n"
+        connection, answer = self._request(name, wanted)
         kept = False
         try:
             transfer.start()
-            self._receive(connection, response, first, transfer)
-            kept = response.isclosed() and not response.will_close
+            kept = _receive(connection, answer, first, transfer) and answer.keeps_alive
         finally:
             if kept and len(self._idle) < self._options.connections:
                 self._idle.append(connection)
             else:
-                response.close()
                 connection.close()
 
-    def _receive(
-        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, first: int, transfer: Transfer
-    ) -> None:
-        wanted, promised, ranged = transfer.missing, response.length, transfer.length is not None
-        if response.status != (206 if ranged else 200):
-            raise StorageError(f"the endpoint answers {response.status} to a GET with a Range header, wanted 206")
-        total = None
-        if ranged:
-            found = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.getheader("Content-Range", ""))
-            if found is None or int(found[1]) != first:
-                raise ShortBody(f"range {response.getheader('Content-Range')!r} came instead of one from {first}")
-            total = int(found[2]) if found[2] != "*" else None
-        if wanted is None or promised is None:
-            _read_all(response, transfer)
-        elif promised > wanted:
-            raise ShortBody(f"{promised:,} bytes came instead of {wanted:,}")
-        else:
-            # What came with the headers stands in the response's buffer, of at most a piece; the rest needs no copy.
-            end = transfer.done + promised
-            transfer.add(response.read1(min(PIECE_BYTES, promised)))
-            transfer.receive(connection.sock, end - transfer.done)
-            if transfer.done == end:
-                response.close()  # all of it has been read: the connection may serve the next request
-        if transfer.missing:
-            if total is not None and first + (wanted or 0) > total:
-                raise EndsEarly
-            raise ShortBody(f"the connection ended {transfer.missing:,} bytes early")
-
-    def _request(
-        self, name: str, headers: dict[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _request(self, name: str, wanted: str) -> tuple[http.client.HTTPConnection, Answer]:
         """A connection with a good answer on it; a kept connection that has died meanwhile is replaced at once."""
-        url, signed = self._url(name)
+        place = self._place(name)
         while True:
             try:
                 connection, used = self._idle.pop(), True
             except IndexError:
-                connection, used = self._connect(url), False
+                connection, used = self._connect(place.url), False
             try:
-                connection.request("GET", _target(url, connection), headers={**headers, "Accept-Encoding": "identity"})
-                response = connection.getresponse()
-            except (http.client.HTTPException, OSError) as error:
+                connection.sock.sendall(f"{place.head}{wanted}\r\n".encode("ascii"))
+                answer = Answer(connection.sock)
+            except OSError as error:
                 connection.close()
                 if used and isinstance(error, ConnectionError):
                     continue
-                if isinstance(error, http.client.HTTPException):
-                    raise ShortBody(f"no valid answer: {error!r}") from error
+                if isinstance(error, BadAnswer):
+                    raise ShortBody(str(error)) from error
                 raise
-            if response.status in (200, 206):
-                return connection, response
+            if answer.status in (200, 206):
+                return connection, answer
             try:
-                body = response.read(_ERROR_BYTES)
+                body = _error_body(answer)
             finally:
                 connection.close()
-            if response.status == 403 and time.monotonic() - signed > 60:  # perhaps only the signature is too old
+            if answer.status == 403 and time.monotonic() - place.signed > 60:  # perhaps only the signature is too old
                 self._forget(name)
                 raise ShortBody("the signed URL was refused after some use")
-            raise _refusal(response.status, body)
+            raise _refusal(answer.status, body)
 
-    def _url(self, name: str) -> tuple[str, float]:
+    def _place(self, name: str) -> _Place:
         now = time.monotonic()
         with self._lock:
-            found = self._urls.get(name)
-        if found is None or now - found[1] > SIGNED_ANEW_S:
-            found = self._sign(name), now
+            found = self._places.get(name)
+        if found is None or now - found.signed > SIGNED_ANEW_S:
+            url = self._sign(name)
+            found = _Place(url, _head(url, _proxy(url)), now)
             with self._lock:
-                self._urls[name] = found
-                if len(self._urls) > URLS_KEPT:
-                    self._urls.popitem(last=False)
+                self._places[name] = found
+                if len(self._places) > URLS_KEPT:
+                    self._places.popitem(last=False)
         return found
 
     def _forget(self, name: str) -> None:
         with self._lock:
-            self._urls.pop(name, None)
+            self._places.pop(name, None)
 
     def _connect(self, url: str) -> http.client.HTTPConnection:
         parts, timeout = urlsplit(url), self._options.connect_timeout_s
         host, port = str(parts.hostname), parts.port
-        proxy = urllib.request.getproxies().get(parts.scheme)
-        through = urlsplit(proxy) if proxy and not urllib.request.proxy_bypass(parts.netloc) else None
+        through = _proxy(url)
         place = (str(through.hostname), through.port) if through else (host, port)
         if parts.scheme == "https":
             if self._tls is None:
@@ -164,24 +141,68 @@ class RangeClient:
         return connection
 
 
-def _read_all(response: http.client.HTTPResponse, transfer: Transfer) -> None:
-    """A body whose length is the server's choice, piece by piece."""
-    promised, before = response.length, transfer.done
-    while (room := PIECE_BYTES if transfer.missing is None else min(PIECE_BYTES, transfer.missing)) and (
-        piece := response.read1(room)
-    ):
-        transfer.add(piece)
-    if promised is not None and transfer.done - before < promised:
-        raise ShortBody(f"the connection ended {promised - transfer.done + before:,} bytes early")
-    response.close()
+def _receive(connection: http.client.HTTPConnection, answer: Answer, first: int, transfer: Transfer) -> bool:
+    """The body into the transfer; returns whether all of it has been read. Raises ShortBody, EndsEarly, TooSlow."""
+    wanted, promised, ranged = transfer.missing, answer.length, transfer.length is not None
+    if answer.status != (206 if ranged else 200):
+        raise StorageError(f"the endpoint answers {answer.status} to a GET with a Range header, wanted 206")
+    total = None
+    if ranged:
+        content_range = answer.headers.get(b"content-range", b"").decode("latin-1")
+        found = re.match(r"bytes (\d+)-\d+/(\d+|\*)", content_range)
+        if found is None or int(found[1]) != first:
+            raise ShortBody(f"range {content_range!r} came instead of one from {first}")
+        total = int(found[2]) if found[2] != "*" else None
+    if wanted is not None and promised is not None and promised > wanted:
+        raise ShortBody(f"{promised:,} bytes came instead of {wanted:,}")
+    complete = True
+    if wanted is None or promised is None:
+        _receive_pieces(answer, transfer)
+    else:
+        end = transfer.done + promised
+        transfer.add(answer.first())
+        transfer.receive(connection.sock, end - transfer.done)
+        complete = transfer.done == end
+    if transfer.missing:
+        if total is not None and first + (wanted or 0) > total:
+            raise EndsEarly
+        raise ShortBody(f"the connection ended {transfer.missing:,} bytes early")
+    return complete
 
 
-def _target(url: str, connection: http.client.HTTPConnection) -> str:
-    """What stands in the request line: path and query, or the whole URL for a plain HTTP proxy."""
+def _receive_pieces(answer: Answer, transfer: Transfer) -> None:
+    """A body whose length is the server's choice."""
+    try:
+        for piece in answer.pieces():
+            if transfer.missing is not None and len(piece) > transfer.missing:
+                raise ShortBody(f"more than the {transfer.length:,} wanted bytes came")
+            transfer.add(piece)
+    except BadAnswer as error:
+        raise ShortBody(str(error)) from error
+
+
+def _error_body(answer: Answer) -> bytes:
+    body = b""
+    for piece in answer.pieces():
+        body += piece
+        if len(body) >= _ERROR_BYTES:
+            break
+    return body
+
+
+def _proxy(url: str) -> SplitResult | None:
+    """The proxy that the environment wants for a URL."""
     parts = urlsplit(url)
-    if parts.scheme == "http" and (connection.host, connection.port) != (parts.hostname, parts.port or 80):
-        return url
-    return f"{parts.path}?{parts.query}" if parts.query else parts.path
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return urlsplit(proxy) if proxy and not urllib.request.proxy_bypass(parts.netloc) else None
+
+
+def _head(url: str, proxy: SplitResult | None) -> str:
+    """A request's lines up to what differs from range to range; a plain HTTP proxy wants the whole URL."""
+    parts = urlsplit(url)
+    path = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    target = url if proxy and parts.scheme == "http" else path
+    return f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept-Encoding: identity\r\n"
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -178,8 +178,9 @@ class CacheReader:
             self.decode_into(position, stored, hidden, last)
         return TargetSample(
             sample_id=stored.sample_id,
-            input_ids=stored.input_ids,
-            loss_mask=stored.loss_mask if self.masks == "stored" else self.loss_mask(position),
+            # A view would keep all that was read of the sample in memory for as long as its tokens are.
+            input_ids=stored.input_ids.copy(),
+            loss_mask=stored.loss_mask.copy() if self.masks == "stored" else self.loss_mask(position),
             hidden_states=hidden,
             last_hidden_state=last,
             metadata=stored.metadata,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache_store import http_ranges
+from cache_store import http_answer, http_ranges
 from cache_store.errors import StorageError
 from cache_store.http_ranges import RangeClient
 from cache_store.retry import EndsEarly, ShortBody, StorageOptions, Transfer, with_retries
@@ -114,7 +114,7 @@ def test_more_than_asked_for_is_refused(client: RangeClient, server: Server) -> 
 
 
 def test_large_ranges_arrive_in_place(client: RangeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_ranges, "PIECE_BYTES", 1 << 13)  # the least that the response's buffer may hold
+    monkeypatch.setattr(http_answer, "_HEAD_BYTES", 64)  # far less than a head
     for length in (1, 100, 4000, len(CONTENT)):
         assert read(client, 0, length) == CONTENT[:length]
     transfer = Transfer(len(CONTENT), OPTIONS)

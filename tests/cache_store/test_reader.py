@@ -57,6 +57,15 @@ def test_samples_come_back_exactly(storage: Storage, tag: str, last_hidden: str)
         assert np.array_equal(reader.read_id(sample.sample_id).input_ids, sample.input_ids)
 
 
+@pytest.mark.parametrize("form", ["parquet", "tar"])
+def test_a_sample_holds_nothing_but_its_own_arrays(tmp_path: Path, form: str) -> None:
+    storage = open_storage(str(tmp_path / form))
+    build_cache(storage, make_spec(format=form), 2)
+    sample = CacheReader(storage).read(1)
+    for array in (sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden_state):
+        assert array.flags.owndata, "a view keeps the whole stored sample in memory"
+
+
 def test_mask_with_several_turns_comes_from_the_index(storage: Storage) -> None:
     mask = np.array([0, 1, 1, 0, 0, 1, 0, 1], bool)
     build_cache(storage, make_spec(), 1, tokens=8, loss_mask=mask)
