@@ -38,7 +38,7 @@ from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 
 AT_ONCE = 8
-ROUNDS = 5
+LOCAL_ROUNDS, S3_ROUNDS = 31, 15
 BUCKET = "bench"
 Fetch = Callable[[str, int, int], bytes]
 _local = threading.local()
@@ -144,7 +144,7 @@ def local_reads(source: CacheReader, folder: Path) -> dict[str, float]:
             for position in order:
                 read_plain(plain[position], fetch)
 
-        seconds = in_turns({"ours": read_ours, "plain": read_baseline}, ROUNDS, time.perf_counter)
+        seconds = in_turns({"ours": read_ours, "plain": read_baseline}, LOCAL_ROUNDS, time.perf_counter)
         for file in files.values():
             os.close(file)
         figures[f"random_read_gb_per_s_{form}"] = raw_bytes(source) / 1e9 / seconds["ours"]
@@ -182,7 +182,7 @@ def s3_reads(source: CacheReader, folder: Path) -> dict[str, float]:
                 "botocore": lambda get=botocore_get: read_with(get),
                 "http": lambda get=http_get: read_with(get),
             }
-            seconds = in_turns(tasks, ROUNDS, time.process_time)
+            seconds = in_turns(tasks, S3_ROUNDS, time.process_time)
             best = min(seconds["botocore"], seconds["http"])
             gigabytes = raw_bytes(source) / 1e9
             figures |= {f"s3_gb_per_cpu_s_{name}_{form}": gigabytes / spent for name, spent in seconds.items()}

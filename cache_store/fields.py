@@ -30,6 +30,8 @@ class FieldCodec:
     name: str
     rms_GD: np.ndarray | None = None
     """float32 [G, D] for i8cr."""
+    share_of_bound: float = 1.0
+    """How much of the error that the codec may make its scales aim at (row_codec.encode); of no matter for decoding."""
 
     @property
     def exact(self) -> bool:
@@ -40,7 +42,9 @@ class FieldCodec:
         """Planes of bf16 bits, and the errors measured on them (None: exact)."""
         if self.name not in row_codec.ROW_CODECS:
             return codec.encode(self.name, bits_GRD), None
-        codes, stored, errors = row_codec.encode(self.name, bits_GRD, self.rms_GD)
+        codes, stored, errors = row_codec.encode(
+            self.name, bits_GRD, self.rms_GD, share_of_bound=self.share_of_bound
+        )
         return (codes, stored), errors
 
     def decode_into(self, stored: StoredPlanes, rows: int, out_GTD: np.ndarray) -> None:

@@ -24,8 +24,9 @@ MAX_ROW_ERROR = {"i8cr": 0.01, "f8r": 0.04}
 _BLOCK_VALUES = 1 << 17  # rows are coded in blocks whose temporaries stay in the processor's cache
 _INT8_MAX = 127.0
 _FP8_MAX = 448.0
-# int8 codes are uniform steps: error = step / sqrt(12). Scales aim a little below the bound, since bf16 rounds as well.
-_AIM = 0.0095 * np.sqrt(12.0)
+_INT8_AIM = 0.0095
+"""Row error that int8 scales aim at: a little below the bound, since bf16 rounds as well."""
+_PER_ERROR = np.sqrt(12.0)  # int8 codes are uniform steps: error = step / sqrt(12)
 _GAUSS = np.sqrt(np.pi / 2.0)  # standard deviation per mean of |x|
 _WIDE = 12.0
 _MEAN_PER_MEDIAN = 1.183  # of |x|, normal distribution
@@ -46,8 +47,12 @@ class RowErrors:
     """uint16: values of the row stored exactly."""
 
 
-def encode(name: str, bits_GRD: np.ndarray, rms_GD: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, RowErrors]:
+def encode(
+    name: str, bits_GRD: np.ndarray, rms_GD: np.ndarray | None, *, share_of_bound: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, RowErrors]:
     """(codes uint8 [G*R*D], stored bytes uint8, errors) of finite bf16 bits.
+
+    `share_of_bound` below 1 makes i8cr's rows that much finer than the codec's bound asks for.
 
     The stored bytes are, one after another and little-endian: scales bf16 [G, R], counts of outliers uint16 [G, R],
     and for all outliers in order their channels uint16 [N] and values bf16 [N].
@@ -64,7 +69,7 @@ def encode(name: str, bits_GRD: np.ndarray, rms_GD: np.ndarray | None) -> tuple[
             part = (group, slice(start, start + step))
             block = _Block(codes[part], scales[part], outlying[part], relative[part])
             with np.errstate(over="ignore", invalid="ignore"):  # near the end of float32: such rows get finer scales
-                _encode_rows(name, to_float(bits_GRD[part]), rms, block)
+                _encode_rows(name, (to_float(bits_GRD[part]), rms), share_of_bound * _INT8_AIM * _PER_ERROR, block)
     counts = outlying.sum(axis=-1, dtype="<u2")
     where = np.flatnonzero(outlying)
     stored = _join(scales, counts, where % channels, np.ascontiguousarray(bits_GRD).reshape(-1)[where])
@@ -127,9 +132,10 @@ class _Block:
     relative: np.ndarray
 
 
-def _encode_rows(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None, block: _Block) -> None:
+def _encode_rows(name: str, given: tuple[np.ndarray, np.ndarray | None], step: float, block: _Block) -> None:
+    values_RD, rms_D = given
     scaled = values_RD if rms_D is None else values_RD / rms_D
-    scales = _as_bf16(_first_scales(name, values_RD, scaled, rms_D))
+    scales = _as_bf16(_first_scales(name, (values_RD, scaled), rms_D, step))
     rows: slice | np.ndarray = slice(None)
     while True:
         tried = _try_rows(name, (values_RD[rows], scaled[rows]), scales[rows], rms_D)
@@ -142,18 +148,21 @@ def _encode_rows(name: str, values_RD: np.ndarray, rms_D: np.ndarray | None, blo
         scales[bad] = to_float(_bits_down(scales[bad] * np.float32(_FINER)))
 
 
-def _first_scales(name: str, values_RD: np.ndarray, scaled_RD: np.ndarray, rms_D: np.ndarray | None) -> np.ndarray:
-    """float32 [R]: reaching the largest value, unless that makes the steps too coarse for the bound."""
+def _first_scales(
+    name: str, pair: tuple[np.ndarray, np.ndarray], rms_D: np.ndarray | None, step: float
+) -> np.ndarray:
+    """float32 [R]: reaching the largest value, unless that makes steps coarser than `step` standard deviations."""
+    values_RD, scaled_RD = pair
     magnitude = np.abs(scaled_RD)
     largest, mean = magnitude.max(axis=-1, initial=0.0), magnitude.mean(axis=-1)
     wide = largest > _WIDE * mean  # few rows; their mean is that of the outliers
     mean[wide] = _MEAN_PER_MEDIAN * np.median(magnitude[wide], axis=-1)
     if name == "f8r":
         return _finite(np.minimum(largest, _FP8_REACH * mean) / _FP8_MAX)
-    reach = np.minimum(largest / _INT8_MAX, _AIM * _GAUSS * mean)
+    reach = np.minimum(largest / _INT8_MAX, step * _GAUSS * mean)
     if rms_D is None:
         raise CacheError(_NO_SCALES)
-    return _finite(np.minimum(reach, _AIM * _norms(values_RD) / _norms(rms_D[None])))
+    return _finite(np.minimum(reach, step * _norms(values_RD) / _norms(rms_D[None])))
 
 
 def _try_rows(
