@@ -38,7 +38,7 @@ from cache_store.reader import CacheReader
 from cache_store.storage import Storage, open_storage
 
 AT_ONCE = 8
-LOCAL_ROUNDS, S3_ROUNDS = 31, 15
+LOCAL_ROUNDS, S3_ROUNDS = 101, 15
 BUCKET = "bench"
 Fetch = Callable[[str, int, int], bytes]
 _local = threading.local()

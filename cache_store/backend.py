@@ -96,10 +96,16 @@ class LocalBackend:
         try:
             transfer.start()
             while missing := transfer.length - transfer.done:
-                piece = os.pread(descriptor, missing, offset + transfer.done)
-                if not piece:
+                place = offset + transfer.done
+                if transfer.into is not None:
+                    count = os.preadv(descriptor, [transfer.into[transfer.done :]], place)
+                    transfer.advance(count)
+                else:
+                    piece = os.pread(descriptor, missing, place)
+                    count = len(piece)
+                    transfer.add(piece)
+                if not count:
                     raise EndsEarly
-                transfer.add(piece)
         finally:
             os.close(descriptor)
 
@@ -147,6 +153,20 @@ class LocalBackend:
 
     def abort_upload(self, upload: Upload) -> None:
         """Nothing to do."""
+
+
+def read_at_once(path: str, offset: int, out: memoryview) -> bool:
+    """Fill `out` from a file with a single read; False where that does not do, for whatever reason."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.preadv(descriptor, [out], offset) == len(out)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -19,7 +19,7 @@ def new_shard(folder: Path, stem: str, spec: CacheSpec, codecs: FieldCodecs) -> 
     return TarShardWriter(path, spec, codecs) if spec.format == "tar" else ParquetShardWriter(path, spec, codecs)
 
 
-def read_alone(form: str, data: bytes) -> StoredSample | None:
+def read_alone(form: str, data: bytes | memoryview) -> StoredSample | None:
     """A whole sample from its range without the shard's footer; None: it takes `open_layout`. Raises CacheError."""
     if form == "parquet":
         return read_row_group(data)

@@ -42,9 +42,7 @@ class FieldCodec:
         """Planes of bf16 bits, and the errors measured on them (None: exact)."""
         if self.name not in row_codec.ROW_CODECS:
             return codec.encode(self.name, bits_GRD), None
-        codes, stored, errors = row_codec.encode(
-            self.name, bits_GRD, self.rms_GD, share_of_bound=self.share_of_bound
-        )
+        codes, stored, errors = row_codec.encode(self.name, bits_GRD, self.rms_GD, share_of_bound=self.share_of_bound)
         return (codes, stored), errors
 
     def decode_into(self, stored: StoredPlanes, rows: int, out_GTD: np.ndarray) -> None:

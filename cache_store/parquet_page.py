@@ -28,7 +28,7 @@ _HEADER = re.compile(
 _LENGTH = struct.Struct("<I")  # a PLAIN byte array is its length and its bytes
 
 
-def read_row_group(data: bytes) -> StoredSample | None:
+def read_row_group(data: bytes | memoryview) -> StoredSample | None:
     """A whole sample from the bytes of its row group; None when they are not laid out as our shards are."""
     values: list[Any] = []
     view, start = memoryview(data), 0

@@ -133,7 +133,7 @@ class ParquetLayout:
         """(offset, length) of a row's columns before the planes."""
         return text_range(self.footer, row)
 
-    def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
+    def read(self, row: int, offset: int, data: bytes | memoryview, *, states: bool = True) -> StoredSample:
         """Decode one row from its byte range (without states: its text range). Raises CacheError."""
         found = read_row_group(data) if states else None
         return found if found is not None else read_row(self.footer, row, data, states=states)
@@ -189,7 +189,7 @@ def parse_footer(footer: bytes) -> pq.FileMetaData:
 class RangeWindow(io.RawIOBase):
     """A file that has only the bytes [offset, offset + len(data)); enough for Parquet to read one row group."""
 
-    def __init__(self, data: bytes, offset: int) -> None:
+    def __init__(self, data: bytes | memoryview, offset: int) -> None:
         self._data, self._offset, self._position = memoryview(data), offset, 0
 
     def readable(self) -> bool:
@@ -220,7 +220,7 @@ class RangeWindow(io.RawIOBase):
         return self._data[start:end]
 
 
-def read_row(footer: pq.FileMetaData, row: int, data: bytes, *, states: bool = True) -> StoredSample:
+def read_row(footer: pq.FileMetaData, row: int, data: bytes | memoryview, *, states: bool = True) -> StoredSample:
     """Decode one row group from its byte range (without states: its text range, no planes). Raises CacheError."""
     offset, length = (row_group_range if states else text_range)(footer, row)
     if length != len(data):

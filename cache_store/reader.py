@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -36,8 +37,22 @@ from cache_store.storage import Storage
 from cache_store.writer import load_spec
 
 Verify = Literal["always", "first", "never"]
+READ_MEMORY = 1 << 24
+"""Largest stored sample that is read into memory which a thread keeps: fresh memory costs more than filling it."""
 LAYOUTS_KEPT = 1024
 """Parsed footers of shards held in memory, least recently used dropped first."""
+
+
+Memory = Callable[[int], memoryview]
+_local = threading.local()
+
+
+def _memory_of_thread(length: int) -> memoryview:
+    """`length` bytes of this thread's, valid until it asks again."""
+    kept = getattr(_local, "memory", b"")
+    if len(kept) < length:
+        kept = _local.memory = bytearray(1 << (length - 1).bit_length())
+    return memoryview(kept)[:length]
 
 
 class CacheReader:
@@ -167,13 +182,14 @@ class CacheReader:
 
         Without states only its text columns are read (not the checksum) and the two state arrays have no rows.
         """
-        return self.decode(position, self.fetch(position, states=states), states=states)
+        stored = self._fetch(position, states, _memory_of_thread if states else None)
+        return self.decode(position, stored, states=states)
 
     def decode(self, position: int, stored: StoredSample, *, states: bool = True) -> TargetSample:
         """A fetched sample with its states decoded, into memory of its own. Raises ShardCorrupt."""
         tokens = len(stored.input_ids) if states else 0
-        hidden = np.empty((self.spec.num_layers, tokens, self.spec.hidden_size), np.uint16)
-        last = np.empty((tokens, self.spec.hidden_size), np.uint16)
+        both = np.empty((self.spec.num_layers + 1, tokens, self.spec.hidden_size), np.uint16)
+        hidden, last = both[:-1], both[-1]  # one block: the allocator keeps it for the next sample more often than two
         if states:
             self.decode_into(position, stored, hidden, last)
         return TargetSample(
@@ -188,19 +204,22 @@ class CacheReader:
 
     def fetch(self, position: int, *, states: bool = True) -> StoredSample:
         """One sample as stored, its planes undecoded: one ranged read. Raises ShardCorrupt after a second try."""
+        return self._fetch(position, states, None)
+
+    def _fetch(self, position: int, states: bool, memory: Memory | None) -> StoredSample:
         if not 0 <= position < len(self):
             raise CacheError(f"position {position} is outside the cache's {len(self)} samples")
         if self.excluded[position]:
             raise self._corrupt(position, "it is on the list of exclusions")
         try:
-            return self._fetch_once(position, states)
+            return self._fetch_once(position, states, memory)
         except (CacheError, NotFound) as first:
             if isinstance(first, StorageError) and not isinstance(first, NotFound | ObjectEndsEarly):
                 raise  # the storage has retried already
             with self._lock:
                 self._layouts.pop(int(self._where["shard"][position]), None)
             try:
-                return self._fetch_once(position, states)
+                return self._fetch_once(position, states, memory)
             except CacheError as error:
                 raise self._corrupt(position, f"{error} (read twice)") from error
 
@@ -211,8 +230,12 @@ class CacheReader:
         cuts the sample on the right. Raises ShardCorrupt.
         """
         tokens, wanted = len(stored.input_ids), hidden.shape[1]
-        rows = np.arange(tokens) if self.spec.last_hidden == "all" else needed_positions(stored.loss_mask)
-        kept = rows[: int(np.searchsorted(rows, wanted))]
+        if self.spec.last_hidden == "all":
+            rows = np.arange(tokens)
+            kept = rows[:wanted]
+        else:
+            rows = needed_positions(stored.loss_mask)
+            kept = rows[: int(np.searchsorted(rows, wanted))]
         one_run = len(kept) > 0 and int(kept[-1] - kept[0]) + 1 == len(kept)
         final = last[kept[0] : kept[-1] + 1] if one_run else np.empty((len(kept), self.spec.hidden_size), np.uint16)
         try:
@@ -234,14 +257,14 @@ class CacheReader:
     def _must_check(self, position: int) -> bool:
         return self.verify == "always" or (self.verify == "first" and not self._checked[position])
 
-    def _fetch_once(self, position: int, states: bool) -> StoredSample:
+    def _fetch_once(self, position: int, states: bool, memory: Memory | None) -> StoredSample:
         where = {name: int(values[position]) for name, values in self._where.items()}
         shard, row = self.shards[where["shard"]], where["row"]
         place = where["offset"], where["length"]
         layout = self._layout(where["shard"]) if not states else None
         if layout is not None:
             place = layout.text_range(row, place, int(self.tokens[position]))
-        data = self._bytes(shard.name, place, where["checksum"] if states else None)
+        data = self._bytes(shard.name, place, where["checksum"] if states else None, memory)
         if states and self._must_check(position) and checksum(data) != f"{where['checksum']:08x}":
             raise CacheError(f"crc32c {checksum(data)}, record says {where['checksum']:08x}")
         stored = read_alone(shard.format, data) if states else None
@@ -250,7 +273,7 @@ class CacheReader:
             try:
                 stored = layout.read(row, place[0], data, states=states)
             except TextCut:
-                return self._fetch_once(position, True)
+                return self._fetch_once(position, True, memory)
         sample_id = self.sample_id(position)
         if stored.sample_id != sample_id:
             raise CacheError(f"row {row} holds sample {stored.sample_id!r}, record says {sample_id!r}")
@@ -258,10 +281,14 @@ class CacheReader:
             raise CacheError(f"{len(stored.input_ids)} tokens, record says {self.tokens[position]}")
         return stored
 
-    def _bytes(self, shard: str, place: tuple[int, int], crc: int | None) -> bytes:
+    def _bytes(self, shard: str, place: tuple[int, int], crc: int | None, memory: Memory | None) -> bytes | memoryview:
         """A range of a shard; a whole sample (whose crc32c is known) by way of the disk cache, if there is one."""
         if crc is None or (cache := self.disk_cache()) is None:
-            return self.storage.read_range(shard, *place)
+            if memory is None or place[1] > READ_MEMORY:
+                return self.storage.read_range(shard, *place)
+            data = memory(place[1])
+            self.storage.read_into(shard, place[0], data)
+            return data
         key = f"{shard} {place[0]} {place[1]}"
         return cache.get(key, f"{crc:08x}", lambda: self.storage.read_range(shard, *place))
 

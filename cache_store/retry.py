@@ -78,10 +78,13 @@ class EndsEarly(Exception):
 
 
 class Transfer:
-    """The bytes of one range as they arrive, over as many connections as it takes. length None: to the object's end."""
+    """The bytes of one range as they arrive, over as many connections as it takes. length None: to the object's end.
 
-    def __init__(self, length: int | None, options: StorageOptions) -> None:
-        self.length, self.options = length, options
+    They land in `into`, of exactly that length, or in memory of the transfer's own.
+    """
+
+    def __init__(self, length: int | None, options: StorageOptions, into: memoryview | None = None) -> None:
+        self.length, self.options, self.into = length, options, into
         self.done = 0
         self._chunks: list[bytes] = []
         self._buffer: io.BytesIO | None = None
@@ -102,7 +105,9 @@ class Transfer:
 
     def add(self, chunk: bytes) -> None:
         """Keep a piece. Raises TooSlow when the last window brought less than the floor."""
-        if self._buffer is None:
+        if self.into is not None:
+            self.into[self.done : self.done + len(chunk)] = chunk
+        elif self._buffer is None:
             self._chunks.append(chunk)
         else:
             self._buffer.getbuffer()[self.done : self.done + len(chunk)] = chunk
@@ -110,15 +115,24 @@ class Transfer:
 
     def receive(self, connection: socket.socket, limit: int) -> None:
         """Let a socket write up to `limit` further bytes in their place; fewer when it ends. Raises TooSlow."""
+        last = self.done + limit
+        with self._room() as view:
+            while self.done < last and (count := connection.recv_into(view[self.done : last])):
+                self._count(count)
+
+    def advance(self, count: int) -> None:
+        """So many bytes have been put into `into` by the caller. Raises TooSlow."""
+        self._count(count)
+
+    def _room(self) -> memoryview:
+        if self.into is not None:
+            return self.into[:]
         if self._buffer is None:
             assert self.length is not None
             self._buffer = io.BytesIO(bytes(self.length))  # becomes the result without a copy
             self._buffer.getbuffer()[: self.done] = b"".join(self._chunks)
             self._chunks = []
-        last = self.done + limit
-        with self._buffer.getbuffer() as view:
-            while self.done < last and (count := connection.recv_into(view[self.done : last])):
-                self._count(count)
+        return self._buffer.getbuffer()
 
     def _count(self, count: int) -> None:
         self.done += count
@@ -133,7 +147,7 @@ class Transfer:
             self._since, self._done_then = now, self.done
 
     def content(self) -> bytes:
-        """All bytes, in order, once nothing is missing."""
+        """All bytes, in order, once nothing is missing; empty where they lie in `into`."""
         if self._buffer is not None:
             return self._buffer.getvalue()
         return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)

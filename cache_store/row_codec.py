@@ -148,9 +148,7 @@ def _encode_rows(name: str, given: tuple[np.ndarray, np.ndarray | None], step: f
         scales[bad] = to_float(_bits_down(scales[bad] * np.float32(_FINER)))
 
 
-def _first_scales(
-    name: str, pair: tuple[np.ndarray, np.ndarray], rms_D: np.ndarray | None, step: float
-) -> np.ndarray:
+def _first_scales(name: str, pair: tuple[np.ndarray, np.ndarray], rms_D: np.ndarray | None, step: float) -> np.ndarray:
     """float32 [R]: reaching the largest value, unless that makes steps coarser than `step` standard deviations."""
     values_RD, scaled_RD = pair
     magnitude = np.abs(scaled_RD)

@@ -146,7 +146,7 @@ class ShardLayout(Protocol):
     def text_range(self, row: int, where: tuple[int, int], tokens: int) -> tuple[int, int]:
         """(offset, length) that holds id, metadata, tokens and mask of the sample at `where` (offset, length)."""
 
-    def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
+    def read(self, row: int, offset: int, data: bytes | memoryview, *, states: bool = True) -> StoredSample:
         """Decode a sample from its byte range (without states: its text range). Raises CacheError, TextCut."""
 
     def problems(self, spec: CacheSpec, content: memoryview, ranges: list[tuple[int, int]]) -> list[tuple[str, str]]:

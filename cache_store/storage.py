@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from cache_store.backend import TEMPORARY, Backend, LocalBackend, ObjectInfo, Upload
+from cache_store.backend import TEMPORARY, Backend, LocalBackend, ObjectInfo, Upload, read_at_once
 from cache_store.errors import AlreadyExists, NotFound, ObjectEndsEarly, StorageError
 from cache_store.retry import EndsEarly, GaveUp, StorageOptions, Transfer, error_code, with_retries
 from cache_store.scratch import ScratchFolder
@@ -110,8 +110,13 @@ class Storage:
             for piece in pieces:
                 piece.cancel()
 
-    def _read_piece(self, name: str, offset: int, length: int) -> bytes:
-        transfer = Transfer(length, self.options)  # keeps what has arrived from one attempt to the next
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on, in one request. Raises NotFound, ObjectEndsEarly, StorageError."""
+        if self.local_root is None or not read_at_once(f"{self.local_root}/{name}", offset, out):
+            self._read_piece(name, offset, len(out), out)
+
+    def _read_piece(self, name: str, offset: int, length: int, into: memoryview | None = None) -> bytes:
+        transfer = Transfer(length, self.options, into)  # keeps what has arrived from one attempt to the next
         try:
             self._retry("read", name, lambda: self.backend.read(name, offset, transfer))
         except StorageError as error:

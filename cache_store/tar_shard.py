@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import re
+import struct
 import tarfile
 import zlib
 from pathlib import Path
@@ -35,6 +36,8 @@ MAX_MEMBER_BYTES = 8 << 30
 MEMBERS = ("json", "ids.npy", "mask.npy", "cap_hi.zst", "cap_lo.bin", "last_hi.zst", "last_lo.bin")
 _SAFE_KEY = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _PLANE_MEMBERS = MEMBERS[3:]
+_HEADER = struct.Struct("<100s24x12s12x8s1s100x6s82x1s166x")
+"""Name, size, checksum, type, magic and the first byte of the name's prefix in a USTAR header."""
 _NPY = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(<i4|\|b1)', 'fortran_order': False, 'shape': \((\d+),\), \} *\n", re.DOTALL
 )
@@ -132,7 +135,7 @@ class TarLayout:
         offset, length = where
         return offset, min(length, 5 * tokens + 8 * BLOCK + _TEXT_SLACK)
 
-    def read(self, row: int, offset: int, data: bytes, *, states: bool = True) -> StoredSample:
+    def read(self, row: int, offset: int, data: bytes | memoryview, *, states: bool = True) -> StoredSample:
         """Decode one sample from its byte range (without states: its text range). Raises CacheError."""
         members = parse_members(memoryview(data), whole=states)
         try:
@@ -196,7 +199,7 @@ def parse_members(data: memoryview, *, whole: bool = True) -> dict[str, memoryvi
     position = 0
     while position < len(data):
         try:
-            member, size = _name_and_size(bytes(data[position : position + BLOCK]))
+            member, size = _name_and_size(data[position : position + BLOCK])
         except ValueError as error:
             if not whole and position + BLOCK > len(data):
                 break
@@ -220,17 +223,20 @@ def parse_members(data: memoryview, *, whole: bool = True) -> dict[str, memoryvi
     return found
 
 
-def _name_and_size(block: bytes) -> tuple[str, int]:
+def _name_and_size(block: memoryview) -> tuple[str, int]:
     """Of a header as `_header` makes them; a tenth of the time that tarfile takes. Raises ValueError."""
-    if len(block) != BLOCK or block[257:263] != b"ustar\0":
+    if len(block) != BLOCK:
+        raise ValueError("no USTAR header")
+    name, size, stated, kind, magic, prefix = _HEADER.unpack(block)
+    if magic != b"ustar\0":
         raise ValueError("no USTAR header")
     # The checksum is the sum of all bytes, its own field as spaces; adler32's low half is 1 + a sum of all bytes.
-    total = int(block[148:156].rstrip(b"\0 "), 8) - 8 * 0x20 + sum(block[148:156])
+    total = int(stated.rstrip(b"\0 "), 8) - 8 * 0x20 + sum(stated)
     if (1 + total) % 65521 != zlib.adler32(block) & 0xFFFF:
         raise ValueError("bad checksum")
-    if block[156:157] != b"0" or block[345:346] != b"\0":
+    if kind != b"0" or prefix != b"\0":
         raise ValueError("not a plain file with a short name")
-    return block[:100].rstrip(b"\0").decode(), int(block[124:136].rstrip(b"\0 "), 8)
+    return name.rstrip(b"\0").decode(), int(size.rstrip(b"\0 "), 8)
 
 
 def _array(member: memoryview) -> np.ndarray:

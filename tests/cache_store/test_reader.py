@@ -62,8 +62,30 @@ def test_a_sample_holds_nothing_but_its_own_arrays(tmp_path: Path, form: str) ->
     storage = open_storage(str(tmp_path / form))
     build_cache(storage, make_spec(format=form), 2)
     sample = CacheReader(storage).read(1)
-    for array in (sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden_state):
-        assert array.flags.owndata, "a view keeps the whole stored sample in memory"
+    states = sample.hidden_states.nbytes + sample.last_hidden_state.nbytes
+    for array, kept in (
+        (sample.input_ids, sample.input_ids.nbytes),
+        (sample.loss_mask, sample.loss_mask.nbytes),
+        (sample.hidden_states, states),
+        (sample.last_hidden_state, states),
+    ):
+        owner = array if array.base is None else array.base
+        assert isinstance(owner, np.ndarray)
+        assert owner.nbytes == kept, "a view keeps the whole stored sample in memory"
+
+
+@pytest.mark.parametrize("form", ["parquet", "tar"])
+@pytest.mark.parametrize("tag", ["bss1", "raw", "f8r"])
+def test_a_later_read_leaves_the_samples_of_earlier_ones_alone(tmp_path: Path, form: str, tag: str) -> None:
+    storage = open_storage(str(tmp_path / "cache"))
+    build_cache(storage, make_spec(format=form, codec=tag), 5)
+    reader, alone = CacheReader(storage), CacheReader(storage)
+    together = [reader.read(position) for position in range(5)]  # all through the memory that the thread keeps
+    for position, sample in enumerate(together):
+        fresh = alone.decode(position, alone.fetch(position))
+        assert (sample.sample_id, sample.metadata) == (fresh.sample_id, fresh.metadata)
+        for name in ("input_ids", "loss_mask", "hidden_states", "last_hidden_state"):
+            np.testing.assert_array_equal(getattr(sample, name), getattr(fresh, name), err_msg=name)
 
 
 def test_mask_with_several_turns_comes_from_the_index(storage: Storage) -> None:
@@ -82,13 +104,18 @@ def storage_of(reader: CacheReader) -> Storage:
 def count_reads(storage: Storage) -> list[tuple[str, int, int]]:
     """Ranged reads made through this storage from now on."""
     calls: list[tuple[str, int, int]] = []
-    read_range = storage.read_range
+    read_range, read_into = storage.read_range, storage.read_into
 
     def counting(name: str, offset: int, length: int) -> bytes:
         calls.append((name, offset, length))
         return read_range(name, offset, length)
 
+    def counting_into(name: str, offset: int, out: memoryview) -> None:
+        calls.append((name, offset, len(out)))
+        read_into(name, offset, out)
+
     storage.read_range = counting  # type: ignore[method-assign]
+    storage.read_into = counting_into  # type: ignore[method-assign]
     return calls
 
 
@@ -159,17 +186,16 @@ def test_policies_differ_in_the_second_read(storage: Storage, policy: Any, secon
 def test_corrupt_once_is_read_again(storage: Storage) -> None:
     samples = build_cache(storage, make_spec(), 4)
     reader = CacheReader(storage)
-    read_range = storage.read_range
+    read_into = storage.read_into
     damaged: list[str] = []
 
-    def once(name: str, offset: int, length: int) -> bytes:
-        data = read_range(name, offset, length)
+    def once(name: str, offset: int, out: memoryview) -> None:
+        read_into(name, offset, out)
         if not damaged:
             damaged.append(name)
-            return bytes(len(data))
-        return data
+            out[:] = bytes(len(out))
 
-    storage.read_range = once  # type: ignore[method-assign]
+    storage.read_into = once  # type: ignore[method-assign]
     assert np.array_equal(reader.read(2).hidden_states, samples[2].hidden_states)
     assert len(damaged) == 1
 

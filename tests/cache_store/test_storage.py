@@ -44,6 +44,9 @@ def test_objects_round_trip(storage: Storage, tmp_path: Path) -> None:
     assert storage.read_many([]) == []
     assert storage.read_range("a/b", 2, 3) == b"765"
     assert storage.read_range("a/b", 2, 0) == b""
+    memory = bytearray(b"....")
+    storage.read_into("a/b", 2, memoryview(memory)[1:])
+    assert memory == b".765"
     assert storage.size("a/b") == 10
     assert [(info.name, info.size) for info in storage.list("a/")] == [("a/b", 10), ("a/c", 5)]
     assert [info.name for info in storage.list("a/c")] == ["a/c"]
@@ -98,6 +101,8 @@ def test_object_that_ends_early_is_an_error(storage: Storage) -> None:
     storage.put("short", b"0123")
     with pytest.raises(StorageError, match="found 2 bytes at 2, wanted 5"):
         storage.read_range("short", 2, 5)
+    with pytest.raises(StorageError, match="found 2 bytes at 2, wanted 5"):
+        storage.read_into("short", 2, memoryview(bytearray(5)))
 
 
 def test_conditional_put_keeps_the_first(storage: Storage, tmp_path: Path) -> None:
