@@ -1,4 +1,4 @@
-"""The reduced draft vocabulary of a run: the tokens that the target generates most, counted in the cache.
+"""The reduced draft vocabulary of a run: the tokens that the target generates most, counted in its samples.
 
 Counted once, kept as `<output>/draft_vocab.json`, and part of the recipe by its digest: a run never changes it.
 """
@@ -14,23 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_store.identity import fingerprint
-from cache_store.reader import CacheReader
+from cache_store.identity import digest_json
+from cache_store.mixture import SampleSet
 from model.draft_vocab import check_draft_ids, most_frequent
 from model.errors import DrafterConfigError
 from pipeline.errors import ConfigError
 
 FILE = "draft_vocab.json"
 SAMPLES_COUNTED = 20_000
-"""Samples read at most, evenly spaced over the cache: some ten million tokens, far more than the ranks need."""
+"""Samples read at most, evenly spaced over an epoch: some ten million tokens, far more than the ranks need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftVocabulary:
     """The mapping and how it came about."""
 
-    cache_fingerprint: str
-    cache_samples: int
+    samples: str
+    """sha256 of what identifies the run's samples, of all caches that are mixed."""
     vocab_size: int
     """V: the target's vocabulary."""
     always: tuple[int, ...]
@@ -64,44 +64,38 @@ class DraftVocabulary:
 
 
 def draft_vocabulary(
-    reader: CacheReader, *, size: int, vocab_size: int, always: frozenset[int], output: Path
+    samples: SampleSet, *, size: int, vocab_size: int, always: frozenset[int], output: Path
 ) -> DraftVocabulary:
-    """The run's vocabulary: what `output` holds for exactly this cache and size, else counted anew.
+    """The run's vocabulary: what `output` holds for exactly these samples and size, else counted anew.
 
     Writes nothing. Raises ConfigError when the tokens that must be in do not fit, or the file holds no mapping.
     """
     kept = _kept(output / FILE)
-    wanted = (fingerprint(reader.spec), len(reader), vocab_size, tuple(sorted(always)), size)
-    if kept is not None and wanted == (
-        kept.cache_fingerprint,
-        kept.cache_samples,
-        kept.vocab_size,
-        kept.always,
-        len(kept.ids),
-    ):
+    wanted = (digest_json(samples.identity()), vocab_size, tuple(sorted(always)), size)
+    if kept is not None and wanted == (kept.samples, kept.vocab_size, kept.always, len(kept.ids)):
         return kept
-    counts = count_supervised(reader, vocab_size)
+    counts = count_supervised(samples, vocab_size)
     try:
         ids = most_frequent(torch.from_numpy(counts), size, always=always)
     except DrafterConfigError as error:
         raise ConfigError(f"drafter.draft_vocab_size: {error}") from error
     total = int(counts.sum())
     return DraftVocabulary(
-        cache_fingerprint=wanted[0],
-        cache_samples=len(reader),
+        samples=wanted[0],
         vocab_size=vocab_size,
-        always=wanted[3],
+        always=wanted[2],
         counted_tokens=total,
         coverage=float(counts[ids.numpy()].sum() / total) if total else 0.0,
         ids=tuple(ids.tolist()),
     )
 
 
-def count_supervised(reader: CacheReader, vocab_size: int, *, samples: int = SAMPLES_COUNTED) -> np.ndarray:
-    """How often each token was generated, int64 [V], in at most `samples` evenly spaced samples of the cache."""
+def count_supervised(samples: SampleSet, vocab_size: int, *, limit: int = SAMPLES_COUNTED) -> np.ndarray:
+    """How often each token was generated, int64 [V], in at most `limit` evenly spaced samples of the first epoch."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for position in np.unique(np.linspace(0, len(reader) - 1, min(samples, len(reader))).astype(np.int64)):
-        sample = reader.read(int(position), states=False)
+    for position in np.unique(np.linspace(0, len(samples) - 1, min(limit, len(samples))).astype(np.int64)):
+        reader, row = samples.find(0, int(position))
+        sample = reader.read(row, states=False)
         counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=vocab_size)
     return counts
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from cache_store.errors import CacheIncomplete
 from cache_store.identity import fingerprint
 from cache_store.mixture import SampleSet, Source, describe
-from cache_store.reader import CacheReader
 from cache_store.schema import CacheSpec
 from cache_store.selection import Selection, Split
 from cache_store.storage import open_storage
@@ -124,7 +123,7 @@ def prepare_job(config: Config) -> TrainingJob:
             f"training: {training.epochs:g} epochs of {len(samples)} samples do not fill one global batch of "
             f"{training.global_batch_size}; lower training.global_batch_size, or raise training.epochs"
         )
-    draft_vocab = _draft_vocab(config, drafter, samples.readers[0])
+    draft_vocab = _draft_vocab(config, drafter, samples)
     absolute = config.model_copy(
         update={
             "target": worker_section(config.target),
@@ -164,13 +163,13 @@ def _held_out(config: Config) -> tuple[tuple[Source, ...], int]:
         ) from error
 
 
-def _draft_vocab(config: Config, drafter: DrafterConfig, reader: CacheReader) -> DraftVocabulary | None:
+def _draft_vocab(config: Config, drafter: DrafterConfig, samples: SampleSet) -> DraftVocabulary | None:
     if not drafter.reduces_vocabulary:
         return None
     folder = resolve_target(config.target)
     tokenizer = tokenizer_of(config.target.model_copy(update={"path": str(folder)}))
     return draft_vocabulary(
-        reader,
+        samples,
         size=drafter.draft_vocab_size,
         vocab_size=drafter.vocab_size,
         always=indispensable_tokens(tokenizer, stop_token_ids(folder, tokenizer)),

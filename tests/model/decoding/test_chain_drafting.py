@@ -15,6 +15,7 @@ from model.drafter import DSparkDrafter
 from model.eagle3 import Eagle3Drafter
 from tests.golden_data import drafter_config, max_error, tiny_heads
 from tests.golden_eagle3 import eagle3_config, load_eagle3
+from tests.model.decoding.feeder import Feeder
 from tests.tiny_target import tiny_verifier
 
 ROUNDS, LENGTH, K = 20, 200, 5
@@ -27,27 +28,21 @@ def test_drafting_with_a_cache_equals_the_unroll_over_twenty_rounds() -> None:
     states = torch.randn(rows, LENGTH, 320, generator=generator)
     ids = torch.randint(0, 199, (rows, LENGTH), generator=generator)
     accepted = torch.randint(1, 7, (ROUNDS, rows), generator=generator).tolist()
-    chain, lengths = ChainDrafter(drafter, heads), [0] * rows
-
-    def pieces(counts: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
-        hidden = torch.full((rows, max(counts), 320), float("nan"))
-        for row, n in enumerate(counts):
-            hidden[row, :n] = states[row, lengths[row] : lengths[row] + n]
-        tokens = [ids[row, lengths[row] : lengths[row] + n].tolist() for row, n in enumerate(counts)]
-        lengths[:] = [length + n for length, n in zip(lengths, counts, strict=True)]
-        return hidden, tokens
+    chain, feeder = ChainDrafter(drafter, heads), Feeder(states, ids)
 
     with torch.no_grad():
-        chain.add(*pieces([5, 1, 12]))
+        chain.add(*feeder.next([5, 1, 12]))
         for counts in accepted:
-            chain.commit(*pieces(counts))
-            anchors = [int(ids[row, lengths[row]]) for row in range(rows)]
+            chain.commit(*feeder.next(counts))
+            anchors = [int(ids[row, feeder.lengths[row]]) for row in range(rows)]
             proposal = chain.propose(anchors, sampling, torch.rand(rows, K, generator=generator))
             written = ids.clone()
-            for row, length in enumerate(lengths):
+            for row, length in enumerate(feeder.lengths):
                 written[row, length + 1 : length + 1 + K] = proposal.token_ids[row]
             mask = torch.ones(rows, LENGTH, dtype=torch.bool)
-            blocks = build_blocks(written, mask, [np.array([length]) for length in lengths], drafter.config, None)
+            blocks = build_blocks(
+                written, mask, [np.array([length]) for length in feeder.lengths], drafter.config, None
+            )
             features = drafter.unroll(states, written, blocks, heads)
             expected = warp(heads.draft_logits(drafter.norm(features)), sampling)
             assert proposal.probabilities is not None

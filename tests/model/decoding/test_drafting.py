@@ -14,6 +14,7 @@ from model.decoding.sampling import Sampling
 from model.drafter import DSparkDrafter
 from model.target_heads import TargetHeads
 from tests.golden_data import drafter_config, max_error, tiny_heads
+from tests.model.decoding.feeder import Feeder
 
 ROUNDS, LENGTH = 20, 200
 PLAIN = {"layer_types": (), "sliding_window": None}
@@ -35,24 +36,15 @@ def test_drafting_with_caches_equals_full_recomputation_over_twenty_rounds(
     states = torch.randn(rows, LENGTH, 192, generator=generator)
     ids = torch.randint(0, 199, (rows, LENGTH), generator=generator)
     accepted = torch.randint(1, 9, (ROUNDS, rows), generator=generator).tolist()
-    block, lengths = BlockDrafter(drafter, heads), [0] * rows
-
-    def pieces(counts: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
-        """The next counts[b] positions of each row; padding is NaN, which must not spread."""
-        hidden = torch.full((rows, max(counts), 192), float("nan"))
-        for row, n in enumerate(counts):
-            hidden[row, :n] = states[row, lengths[row] : lengths[row] + n]
-        tokens = [ids[row, lengths[row] : lengths[row] + n].tolist() for row, n in enumerate(counts)]
-        lengths[:] = [length + n for length, n in zip(lengths, counts, strict=True)]
-        return hidden, tokens
+    block, feeder = BlockDrafter(drafter, heads), Feeder(states, ids)
 
     with torch.no_grad():
-        block.add(*pieces([5, 1, 12]))
+        block.add(*feeder.next([5, 1, 12]))
         for counts in accepted:
-            block.commit(*pieces(counts))
-            incremental = block.block_states([int(ids[row, lengths[row]]) for row in range(rows)])
+            block.commit(*feeder.next(counts))
+            incremental = block.block_states([int(ids[row, feeder.lengths[row]]) for row in range(rows)])
             mask = torch.ones(rows, LENGTH, dtype=torch.bool)
-            blocks = build_blocks(ids, mask, [np.array([length]) for length in lengths], config, None)
+            blocks = build_blocks(ids, mask, [np.array([length]) for length in feeder.lengths], config, None)
             full = drafter.backbone(drafter.project_context(states), blocks, heads)
             assert incremental.shape == (rows, 7, 64)
             assert max_error(incremental, full) < 1e-5

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_store.reader import CacheReader
+from cache_store.mixture import SampleSet, Source
 from cache_store.storage import open_storage
 from model.export import check_copies, load_drafter
 from model.target_heads import load_target_heads
@@ -25,29 +25,42 @@ from tests.pipeline.train.scenarios import checkpoint_of, train_all
 ALWAYS = frozenset({0, 3, 96})
 
 
+def sample_set(*urls: str) -> SampleSet:
+    return SampleSet([Source(storage=open_storage(url)) for url in urls])
+
+
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> CacheReader:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     url = str(tmp_path_factory.mktemp("cache"))
     make_cache(url, [answer_mask(40, 10)] * 30)
-    return CacheReader(open_storage(url))
+    return sample_set(url)
 
 
-def vocabulary(reader: CacheReader, output: Path, size: int = 24) -> DraftVocabulary:
-    return draft_vocabulary(reader, size=size, vocab_size=VOCAB, always=ALWAYS, output=output)
+def vocabulary(samples: SampleSet, output: Path, size: int = 24) -> DraftVocabulary:
+    return draft_vocabulary(samples, size=size, vocab_size=VOCAB, always=ALWAYS, output=output)
 
 
-def test_only_generated_tokens_are_counted(reader: CacheReader) -> None:
+def test_only_generated_tokens_are_counted(samples: SampleSet) -> None:
     expected = np.zeros(VOCAB, dtype=np.int64)
-    for position in range(len(reader)):
-        sample = reader.read(position)
+    for sample in map(samples.readers[0].read, range(len(samples))):
         np.add.at(expected, sample.input_ids[10:], 1)
-    assert np.array_equal(count_supervised(reader, VOCAB), expected)
-    assert count_supervised(reader, VOCAB, samples=7).sum() == 7 * 30
+    assert np.array_equal(count_supervised(samples, VOCAB), expected)
+    assert count_supervised(samples, VOCAB, limit=7).sum() == 7 * 30
 
 
-def test_the_vocabulary_covers_what_it_says(reader: CacheReader, tmp_path: Path) -> None:
-    found = vocabulary(reader, tmp_path)
-    counts = count_supervised(reader, VOCAB)
+def test_all_caches_of_a_mix_are_counted(samples: SampleSet, tmp_path: Path) -> None:
+    make_cache(str(tmp_path / "other"), [answer_mask(30, 5)] * 8)
+    other = sample_set(str(tmp_path / "other"))
+    both = sample_set(samples.readers[0].storage.url, str(tmp_path / "other"))
+    alone = [count_supervised(one, VOCAB) for one in (samples, other)]
+    assert alone[1].sum() == 8 * 25
+    assert np.array_equal(count_supervised(both, VOCAB), sum(alone))
+    assert vocabulary(both, tmp_path).samples != vocabulary(samples, tmp_path).samples
+
+
+def test_the_vocabulary_covers_what_it_says(samples: SampleSet, tmp_path: Path) -> None:
+    found = vocabulary(samples, tmp_path)
+    counts = count_supervised(samples, VOCAB)
     assert len(found.ids) == 24
     assert set(found.ids) >= ALWAYS
     assert found.coverage == pytest.approx(counts[list(found.ids)].sum() / counts.sum())
@@ -57,27 +70,27 @@ def test_the_vocabulary_covers_what_it_says(reader: CacheReader, tmp_path: Path)
     assert free == others[:21].tolist()
     assert found.line().startswith("24 of 97 tokens can be drafted: ")
     with pytest.raises(ConfigError, match=r"drafter.draft_vocab_size: draft vocabulary of 2: wanted at least the 3"):
-        vocabulary(reader, tmp_path, size=2)
+        vocabulary(samples, tmp_path, size=2)
 
 
-def test_a_run_keeps_its_vocabulary(reader: CacheReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = vocabulary(reader, tmp_path)
+def test_a_run_keeps_its_vocabulary(samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = vocabulary(samples, tmp_path)
     (tmp_path / FILE).write_text(first.to_json())
     monkeypatch.setattr("pipeline.train.draft_vocab.count_supervised", lambda *a, **k: pytest.fail("counted again"))
-    assert vocabulary(reader, tmp_path) == first
+    assert vocabulary(samples, tmp_path) == first
     monkeypatch.undo()
-    assert len(vocabulary(reader, tmp_path, size=30).ids) == 30  # another size is another vocabulary
+    assert len(vocabulary(samples, tmp_path, size=30).ids) == 30  # another size is another vocabulary
 
 
-def test_a_damaged_mapping_is_refused(reader: CacheReader, tmp_path: Path) -> None:
-    content = json.loads(vocabulary(reader, tmp_path).to_json())
+def test_a_damaged_mapping_is_refused(samples: SampleSet, tmp_path: Path) -> None:
+    content = json.loads(vocabulary(samples, tmp_path).to_json())
     for broken in ([*content["ids"][:-1], content["ids"][0]], [*content["ids"][:-1], 97], content["ids"][1:]):
         (tmp_path / FILE).write_text(json.dumps({**content, "ids": broken}))
         with pytest.raises(ConfigError, match=rf"{FILE}: not a draft vocabulary"):
-            vocabulary(reader, tmp_path)
+            vocabulary(samples, tmp_path)
     (tmp_path / FILE).write_text("{")
     with pytest.raises(ConfigError, match="not a draft vocabulary"):
-        vocabulary(reader, tmp_path)
+        vocabulary(samples, tmp_path)
 
 
 def reduced_config(root: Path, target: Path, size: int | None, **training: Any) -> Config:
