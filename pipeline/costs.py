@@ -104,6 +104,7 @@ def count_steps(section: CostSection) -> int:
     return sizes * (section.warm_up + section.repeats)
 
 
+@torch.no_grad()
 def measure_costs(recipe: CostRecipe, on_step: Callable[[], None] = lambda: None) -> CostTable:
     """Measure in this process; `on_step` is called after each of the `count_steps` passes.
 
@@ -230,19 +231,19 @@ def _measure_on_ray(config: Config) -> CostTable:
         pending = [meter.measure.remote(CostRecipe(config=local, device="cuda" if gpus else "cpu"))]
         progress = Progress("measure", count_steps(section), unit="steps")
         asked, waited = [meter.steps.remote()], 0.0
-        while not ray.wait(pending, timeout=_TICK_S)[0]:
-            waited += _TICK_S
-            if waited >= section.timeout_s:
-                raise EvaluationFailed(
-                    f"measure: no table after {waited:.0f} s: the process hangs or cannot be scheduled "
-                    f"({section.cpus:g} CPUs, {gpus:g} GPUs); see {session_logs()}, or raise cost.timeout_s"
-                )
-            done = progress.done
-            if ray.wait(asked, timeout=0)[0] and not ray.wait(pending, timeout=0)[0]:
-                done = ray.get(asked[0])
-                asked = [meter.steps.remote()]
-            progress.update(done - progress.done, detail="" if done else "loading the target")
         try:
+            while not ray.wait(pending, timeout=_TICK_S)[0]:
+                waited += _TICK_S
+                if waited >= section.timeout_s:
+                    raise EvaluationFailed(
+                        f"measure: no table after {waited:.0f} s: the process hangs or cannot be scheduled "
+                        f"({section.cpus:g} CPUs, {gpus:g} GPUs); see {session_logs()}, or raise cost.timeout_s"
+                    )
+                done = progress.done
+                if ray.wait(asked, timeout=0)[0] and not ray.wait(pending, timeout=0)[0]:
+                    done = ray.get(asked[0])
+                    asked = [meter.steps.remote()]
+                progress.update(done - progress.done, detail="" if done else "loading the target")
             table: CostTable = ray.get(pending[0])
             progress.update(progress.total - progress.done)
             progress.finish()

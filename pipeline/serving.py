@@ -193,7 +193,7 @@ def busy_warnings(table: CostTable) -> list[str]:
     tokens, gain = max(found, key=lambda pair: pair[1])
     return [
         f"{len(found)} of {len(table.tokens)} sizes of the cost table run faster than a smaller one, the worst "
-        f"{tokens} tokens by {gain:.0%}: the machine was busy; measure again, with more cost.repeats"
+        f"{tokens} tokens by {gain:.0%}: the machine was busy when it was measured (more cost.repeats help)"
     ]
 
 

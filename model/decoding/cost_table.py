@@ -21,7 +21,7 @@ import numpy as np
 from model.errors import CostTableError
 
 VERSION = 1
-MONOTONE_TOLERANCE = 0.02
+MONOTONE_TOLERANCE = 0.05
 """Speed gained by adding tokens that still counts as noise of the measurement."""
 
 Kind = Literal["measured", "synthetic"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 def test_target_and_drafter_are_really_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[int, int]] = []
     drafted: list[int] = []
+    with_gradients: list[bool] = []
     from model.decoding.drafting import BlockDrafter
     from pipeline.engines.hf_verifier import HfVerifier
 
@@ -61,6 +63,7 @@ def test_target_and_drafter_are_really_run(config: Config, monkeypatch: pytest.M
 
     def counting_propose(self, anchor_ids, sampling, uniforms):  # type: ignore[no-untyped-def]
         drafted.append(len(anchor_ids))
+        with_gradients.append(torch.is_grad_enabled())
         return propose(self, anchor_ids, sampling, uniforms)
 
     monkeypatch.setattr(HfVerifier, "extend", counting_extend)
@@ -74,6 +77,7 @@ def test_target_and_drafter_are_really_run(config: Config, monkeypatch: pytest.M
     assert "1 threads" in table.device
     assert "an untrained drafter of the config's shape" in table.note
     assert table.draft_cost(7) > 0
+    assert not any(with_gradients), "decoding builds no graphs, so neither does what is timed"
 
 
 def test_an_exported_drafter_is_measured_when_there_is_one(config: Config) -> None:

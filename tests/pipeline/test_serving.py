@@ -178,7 +178,7 @@ def test_doubtful_tables_are_warned_about(make_config: Callable[..., Config], tm
     save_cost_table(odd, cost_table_path(make_config()))
     assert prepare(make_config()).warnings == (
         "1 of 3 sizes of the cost table run faster than a smaller one, the worst 4 tokens by 50%: the machine was "
-        "busy; measure again, with more cost.repeats",
+        "busy when it was measured (more cost.repeats help)",
         "the cost table holds no cost of drafting: every policy drafts for free",
     )
     assert busy_warnings(TABLE) == []
