@@ -86,6 +86,7 @@ def save_checkpoint(
             save_file(tensors, temporary / f"{name}.safetensors")
         files = {path.name: _facts(path) for path in sorted(temporary.glob("*.safetensors"))}
         content = {"format_version": FORMAT_VERSION, **asdict(state), "files": files}
+        content["crc32"] = _own_checksum(content)
         (temporary / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             sync(path)
@@ -114,8 +115,14 @@ def complete_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]
 
 
 def read_state(path: Path) -> CheckpointState:
-    """state.json of a complete checkpoint. Raises TrainingFailed for another format or unknown fields."""
+    """state.json of a complete checkpoint. Raises TrainingFailed for another format, unknown fields, or damage."""
     content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    crc = content.pop("crc32", None)
+    if content.get("format_version") == FORMAT_VERSION and crc != _own_checksum(content):
+        raise TrainingFailed(
+            f"{path}: state.json changed since it was written: its checksum differs; delete this folder to continue "
+            "from the checkpoint before it"
+        )
     version = content.pop("format_version", None)
     content.pop("files", None)
     names = {field.name for field in fields(CheckpointState)}
@@ -183,9 +190,17 @@ def _facts(file: Path) -> dict[str, int]:
     return {"bytes": file.stat().st_size, "crc32": crc}
 
 
+def _own_checksum(content: Mapping[str, Any]) -> int:
+    """crc32 of state.json's content, itself left out."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 def _problem(path: Path) -> str | None:
     try:
-        files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
+        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if content["format_version"] != FORMAT_VERSION:
+            return None  # whole or not: another version wrote it, and whoever reads it says so
+        files = content["files"]
         sizes = {name: files[name]["bytes"] for name in (f"{tensor}.safetensors" for tensor in TENSORS)}
     except (OSError, ValueError, KeyError, TypeError):
         return "has no readable state.json"

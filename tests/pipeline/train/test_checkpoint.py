@@ -124,6 +124,24 @@ def test_other_format_is_refused(tmp_path: Path) -> None:
         read_state(path)
 
 
+def test_another_step_in_the_state_is_never_trained_on(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    state = (path / "state.json").read_text()
+    (path / "state.json").write_text(state.replace('"step": 3', '"step": 7'))
+    with pytest.raises(TrainingFailed, match=r"step-00000003: state.json changed since it was written"):
+        read_state(path)
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    state = json.loads((path / "state.json").read_text())
+    old = {**state, "format_version": 1, "files": {name: facts["bytes"] for name, facts in state["files"].items()}}
+    (path / "state.json").write_text(json.dumps(old))
+    assert complete_checkpoints(tmp_path, quiet) == [path]
+    with pytest.raises(TrainingFailed, match="it was written by another version"):
+        read_state(path)
+
+
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, place: int) -> None:
     path = save(tmp_path, 3)
