@@ -54,6 +54,11 @@ class Answer:
         while not self.complete and self._feed(ends=self.length is None):
             yield self.first()
 
+    def on_message_begin(self) -> None:
+        """The start of an answer; there is but one, interim ones apart."""
+        if self.complete:
+            raise BadAnswer("bytes came after the end of the answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header."""
         self.headers[name.lower()] = value

@@ -7,6 +7,7 @@ connection that trickles.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import os
@@ -182,11 +183,13 @@ def _receive_pieces(answer: Answer, transfer: Transfer) -> None:
 
 
 def _error_body(answer: Answer) -> bytes:
+    """What comes of it: the status counts even where the explanation is cut off."""
     body = b""
-    for piece in answer.pieces():
-        body += piece
-        if len(body) >= _ERROR_BYTES:
-            break
+    with contextlib.suppress(OSError):
+        for piece in answer.pieces():
+            body += piece
+            if len(body) >= _ERROR_BYTES:
+                break
     return body
 
 
@@ -202,7 +205,10 @@ def _head(url: str, proxy: SplitResult | None) -> str:
     parts = urlsplit(url)
     path = f"{parts.path}?{parts.query}" if parts.query else parts.path
     target = url if proxy and parts.scheme == "http" else path
-    return f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept-Encoding: identity\r\n"
+    name = f"[{parts.hostname}]" if ":" in str(parts.hostname) else str(parts.hostname)
+    usual = {"http": 80, "https": 443}[parts.scheme]
+    host = name if parts.port in (None, usual) else f"{name}:{parts.port}"  # as it was signed
+    return f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept-Encoding: identity\r\n"
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -88,6 +88,12 @@ def test_a_server_that_closes_says_so() -> None:
     assert b"".join(answer.pieces()) == b""
 
 
+@pytest.mark.parametrize("extra", [b"x", b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"])
+def test_nothing_may_follow_the_answer(extra: bytes) -> None:
+    with pytest.raises(BadAnswer, match="no valid answer"):
+        answer_to(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc" + extra)
+
+
 @pytest.mark.parametrize(
     ("sent", "message"),
     [

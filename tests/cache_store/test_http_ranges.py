@@ -144,6 +144,30 @@ def test_refusals_keep_the_servers_own_code(
     assert caught.value.__cause__.response["Error"]["Code"] == "SomeCode"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("status", "kind"), [(404, FileNotFoundError), (416, EndsEarly), (403, PermissionError)])
+def test_a_refusal_counts_even_where_its_explanation_is_cut(
+    client: RangeClient, server: Server, status: int, kind: type[Exception]
+) -> None:
+    server.answers.append((status, {"Content-Length": "300", "Connection": "close"}, b"<Error><Code>Some"))
+    with pytest.raises(kind, match=f"HTTP {status}"):
+        read(client, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("http://minio.local:80", "minio.local"),
+        ("https://minio.local:443", "minio.local"),
+        ("https://minio.local:80", "minio.local:80"),
+        ("http://user:secret@minio.local:9000", "minio.local:9000"),
+        ("http://[::1]:9000", "[::1]:9000"),
+    ],
+)
+def test_the_host_is_the_one_that_was_signed(endpoint: str, host: str) -> None:
+    head = http_ranges._head(f"{endpoint}/bucket/name?sig=1", None)
+    assert head.splitlines()[:2] == ["GET /bucket/name?sig=1 HTTP/1.1", f"Host: {host}"]
+
+
 def test_an_old_signature_is_made_anew(client: RangeClient, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     read(client, 0, 10)
     monkeypatch.setattr(http_ranges, "SIGNED_ANEW_S", -1.0)
