@@ -32,6 +32,7 @@ from pipeline.preflight import (
     PROBE_PROMPTS,
     check_path,
     check_space,
+    expected_lengths,
     passed_before,
     rendered_prompts,
 )
@@ -159,11 +160,13 @@ def prepare(config: Config, *, dry_run: bool = False) -> Prepared | None:
             _say(f"  and {counts.rejected - SHOWN_REJECTS:,} more; a build keeps all in {config.cache.url}/rejects")
         spec = make_spec(config, target, spooled.digest)
         texts = rendered_prompts(target.chat, spooled.first)
-        needed = check_space(config, storage, spec, target, spooled)
+        expected = expected_lengths(config, target.chat, spooled)
+        needed = check_space(config, storage, spec, counts.accepted, expected)
         _say(f"space: at most {size_text(needed)} for the states")
         if dry_run:
             check_settings(storage, spec)
-            _say(format_plan(make_plan(config, target_size(config), counts.accepted), config))
+            measured = config.model_copy(update={"plan": expected})
+            _say(format_plan(make_plan(measured, target_size(config), counts.accepted), config))
             return None
         return _store(config, storage, spec, target, (spooled, texts))
 

@@ -104,8 +104,13 @@ def make_plan(config: Config, size: TargetSize, samples: int) -> Plan:
         generation_weights_bytes=size.parameters * BF16_BYTES,
         extraction_bytes=_extraction_bytes(config, size),
         training_bytes=_training_bytes(config, size, drafter),
-        steps=math.floor(config.training.epochs * samples / config.training.global_batch_size),
+        steps=total_steps(samples, config.training.epochs, config.training.global_batch_size),
     )
+
+
+def total_steps(num_samples: int, epochs: float, global_batch_size: int) -> int:
+    """Optimizer steps of a run: floor(epochs · samples / global batch)."""
+    return math.floor(round(epochs * num_samples, 6) / global_batch_size)  # 0.29 epochs of 100 samples are 29
 
 
 def _cache_spec(config: Config, size: TargetSize) -> CacheSpec:

@@ -28,7 +28,7 @@ from cache_store.storage import Storage, open_storage
 from cache_store.writer import CacheWriter, create_cache
 from pipeline.chat import Chat, RenderError
 from pipeline.cluster import has_accelerators, session_logs, watch
-from pipeline.config import Config, TargetSection
+from pipeline.config import Config, PlanSection, TargetSection
 from pipeline.engines import hf
 from pipeline.errors import PreflightFailed
 from pipeline.extract import to_sample
@@ -68,18 +68,14 @@ class PathReport:
     norm_error: float
 
 
-def check_space(
-    config: Config, storage: Storage, spec: CacheSpec, target: CheckedTarget, spooled: SpooledPrompts
-) -> int:
-    """Bytes that the cache will take at most; prompt lengths from a sample, answers at their limit.
+def check_space(config: Config, storage: Storage, spec: CacheSpec, count: int, expected: PlanSection) -> int:
+    """Bytes that the cache of `count` prompts will take at most, by `expected_lengths`.
 
     Raises PreflightFailed when fewer are free or already taken by its shards, unless `cache.ignore_free_space`.
     """
-    prompt_tokens, turns = _prompt_tokens(target.chat, spooled)
-    count = spooled.counts.accepted
-    answer = config.generation.sampling.max_new_tokens * turns
-    per_sample = min(prompt_tokens + answer, float(config.max_length))
-    estimate = estimate_bytes(spec, round(per_sample * count), min(1.0, answer / per_sample))
+    answer = expected.response_tokens or 0.0
+    per_sample = min(expected.prompt_tokens + answer, float(config.max_length))
+    estimate = estimate_bytes(spec, round(per_sample * count), min(1.0, answer / per_sample), samples=count)
     free = storage.free_bytes()
     if free is None or config.cache.ignore_free_space:
         return estimate.stored_bytes
@@ -93,8 +89,15 @@ def check_space(
     return estimate.stored_bytes
 
 
+def expected_lengths(config: Config, chat: Chat, spooled: SpooledPrompts) -> PlanSection:
+    """The plan section with the own lengths of the prompts (an evenly spaced sample) and answers at their limit."""
+    prompt_tokens, turns = _prompt_tokens(chat, spooled)
+    answer = config.generation.sampling.max_new_tokens * turns
+    return config.plan.model_copy(update={"prompt_tokens": prompt_tokens, "response_tokens": answer})
+
+
 def _prompt_tokens(chat: Chat, spooled: SpooledPrompts) -> tuple[float, float]:
-    """Mean prompt tokens (all user turns) and mean turns, over an evenly spaced sample."""
+    """Mean prompt tokens and mean turns."""
     step = max(1, spooled.counts.accepted // _SAMPLED_PROMPTS)
     lengths, turns = [], []
     for number, (system, users) in enumerate(iterate_spooled(spooled)):

@@ -34,8 +34,8 @@ from pipeline.engines.hf import (
 )
 from pipeline.errors import ConfigError
 from pipeline.identity import check_target
+from pipeline.plan import total_steps
 from pipeline.train.draft_vocab import DraftVocabulary, draft_vocabulary
-from pipeline.train.schedule import total_steps
 
 # Recipe fields that a resumed run must keep. The rest (workers, micro-batches, ZeRO stage, logging) may change.
 _KEPT = (

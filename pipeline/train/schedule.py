@@ -1,13 +1,8 @@
-"""The learning rate and the number of optimizer steps: pure functions, so a resumed run needs only its step."""
+"""The learning rate: a pure function, so a resumed run needs only its step."""
 
 from __future__ import annotations
 
 import math
-
-
-def total_steps(num_samples: int, epochs: float, global_batch_size: int) -> int:
-    """Optimizer steps of a run: floor(epochs · samples / global batch)."""
-    return math.floor(epochs * num_samples / global_batch_size)
 
 
 def lr_at(step: int, *, total: int, peak: float, warmup_ratio: float) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config import Config, load_config
 from pipeline.errors import ConfigError
-from pipeline.plan import TargetSize, drafter_parameters, format_plan, make_plan, target_size
+from pipeline.plan import TargetSize, drafter_parameters, format_plan, make_plan, target_size, total_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,3 +105,18 @@ def test_tied_and_untied_sizes_differ_by_one_matrix() -> None:
     }
     tied = TargetSize.from_facts({**facts, "tie_word_embeddings": True})
     assert TargetSize.from_facts(facts).parameters - tied.parameters == 8 * 11
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "batch", "steps"),
+    [
+        (100, 10, 32, 31),
+        (5, 1, 32, 0),
+        (100, 0.29, 29, 1),
+        (100, 0.57, 57, 1),
+        (64, 0.5, 16, 2),
+        (512, 10, 512, 10),
+    ],
+)
+def test_total_steps(samples: int, epochs: float, batch: int, steps: int) -> None:
+    assert total_steps(samples, epochs, batch) == steps

@@ -21,7 +21,7 @@ from pipeline.config import Config
 from pipeline.engines.hf import HiddenStateExtractor, LayerTap, SequenceStates, bf16_bits, load_target
 from pipeline.errors import ConfigError, PreflightFailed
 from pipeline.identity import check_target, make_spec
-from pipeline.preflight import check_round_trip, check_space, check_states, rendered_prompts
+from pipeline.preflight import check_round_trip, check_space, check_states, expected_lengths, rendered_prompts
 from pipeline.prompt_store import spool_prompts
 from pipeline.prompts import Prompt
 from tests.pipeline.fake_engine import greedy
@@ -154,15 +154,16 @@ def test_space_is_checked_against_the_estimate(
     target, storage = check_target(config), open_storage(config.cache.url)
     spooled = spool_prompts(config, tmp_path, keep_first=1)
     spec = make_spec(config, target, spooled.digest)
-    needed = check_space(config, storage, spec, target, spooled)
+    expected = expected_lengths(config, target.chat, spooled)
+    needed = check_space(config, storage, spec, 50, expected)
     assert needed > 50 * 8 * spec.hidden_size * 2  # at least the answers' last hidden states
     monkeypatch.setattr(Storage, "free_bytes", lambda self: needed - 1)
     with pytest.raises(PreflightFailed, match=r"B free or its own, up to .*B needed for 50 prompts"):
-        check_space(config, storage, spec, target, spooled)
+        check_space(config, storage, spec, 50, expected)
     storage.put("shards/one.parquet", b"x")  # a build under way has part of the space already
-    assert check_space(config, storage, spec, target, spooled) == needed
+    assert check_space(config, storage, spec, 50, expected) == needed
     forced = make_config(cache={"ignore_free_space": True})
-    assert check_space(forced, storage, spec, target, spooled) == needed
+    assert check_space(forced, storage, spec, 50, expected) == needed
 
 
 def test_prompts_that_cannot_be_rendered(make_config: Callable[..., Config]) -> None:

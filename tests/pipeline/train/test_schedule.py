@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.train.schedule import lr_at, total_steps
+from pipeline.train.schedule import lr_at
 
 
 def test_warm_up_is_linear_and_the_cosine_ends_at_zero() -> None:
@@ -23,10 +23,3 @@ def test_rate_rises_then_falls_within_bounds(total: int, ratio: float) -> None:
     assert all(0 < rate <= 6e-4 for rate in rates)
     assert rates[:warmup] == sorted(rates[:warmup])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("samples", "epochs", "batch", "steps"), [(100, 10, 32, 31), (5, 1, 32, 0), (64, 0.5, 16, 2), (512, 10, 512, 10)]
-)
-def test_total_steps(samples: int, epochs: float, batch: int, steps: int) -> None:
-    assert total_steps(samples, epochs, batch) == steps
