@@ -175,7 +175,7 @@ def _try_rows(
         np.rint(steps, out=steps)
     outlying = np.abs(steps) > reach
     if not scales_R.all():
-        outlying[scales_R == 0] = scaled_RD[scales_R == 0] != 0
+        outlying[scales_R == 0] = values_RD[scales_R == 0] != 0  # scaled ones may have vanished
     where = np.flatnonzero(outlying)  # of one axis: several times as fast as of two
     steps.reshape(-1)[where] = 0
     codes = _to_e4m3(steps) if name == "f8r" else steps.astype(np.int8).view(np.uint8)

@@ -82,6 +82,15 @@ def test_int8_error_of_a_residual_stream_is_below_one_percent_at_one_byte_a_valu
     assert 0.001 < errors.relative.mean() < 0.01
 
 
+def test_a_value_that_vanishes_beside_its_channels_scale_is_stored_exactly() -> None:
+    bits, rms = codec.to_bits(np.array([[[1e-38, 0.0]]], np.float32)), np.full((1, 2), 1e9, np.float32)
+    codes, stored, errors = row_codec.encode("i8cr", bits, rms)
+    out = np.empty_like(bits)
+    row_codec.decode_into("i8cr", (codes, stored), 1, rms, out)
+    assert np.array_equal(out, bits)
+    assert errors.outliers.tolist() == [[1]]
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_leading_rows_into_a_strided_batch_row(name: str) -> None:
     rng = np.random.default_rng(1)
