@@ -77,7 +77,7 @@ def estimate_bytes(
 def size_text(count: float) -> str:
     """Bytes for people, in decimal units as disks and bills have them: `37.94 TB`."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if round(count, 2) < 1000:
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
         count /= 1000
     return f"{count:,.2f} TB"

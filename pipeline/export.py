@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_store.estimate import size_text
 from model.errors import ModelError
 from model.export import CONFIG, check_copies, export_tensors, load_drafter, read_tensors, save_drafter
 from model.family import AnyDrafter
@@ -67,7 +68,7 @@ class ExportReport:
         verb = "Exported" if self.written else "Would export"
         copies = ", ".join(self.copies) or "none: engines take the target's own"
         return [
-            f"{verb} {self.source} in the {self.layout} layout to {self.folder}: {self.num_bytes / 2**20:,.1f} MiB",
+            f"{verb} {self.source} in the {self.layout} layout to {self.folder}: {size_text(self.num_bytes)}",
             "",
             *_columns(("tensor", "read by"), self.tensors),
             "",
@@ -234,6 +235,6 @@ def _columns(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> list[str
 def _short(value: Any) -> str:
     if isinstance(value, list) and len(value) > 1 and len(set(map(str, value))) == 1:
         return f"[{value[0]}, ...] x {len(value)}"
-    if isinstance(value, list) and any(isinstance(item, float) for item in value):
+    if isinstance(value, list) and value and all(isinstance(item, float) for item in value):
         return f"[{', '.join(f'{item:.4g}' for item in value)}]"
     return json.dumps(value)

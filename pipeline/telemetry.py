@@ -53,7 +53,8 @@ class Progress:
     """Counts a stage's units and prints a line at most every `interval` seconds, and always at the end.
 
     `already` units were done by an earlier run: they count towards the total, not towards the rate. Rate and time left
-    are of the time since the first units came, once more have come: an engine's start would hide the pace otherwise.
+    are of the time since the first units came, once more have come (before, no time left is known): an engine's start
+    would hide the pace otherwise.
     While nothing new comes, lines are twice as far apart each time, up to six intervals.
     """
 
@@ -76,7 +77,7 @@ class Progress:
         self._started = clock()
         self._last_print = float("-inf")
         self._first: tuple[float, int] | None = None
-        self._said, self._silence = (-1, -1), 1
+        self._said, self._silence = (-1, -1, ""), 1
 
     def update(self, done: int = 0, *, failed: int = 0, detail: str = "") -> None:
         """Add finished and failed units; print when the interval has passed."""
@@ -84,14 +85,16 @@ class Progress:
         self.failed += failed
         if self._first is None and done:
             self._first = (self._clock(), self.done)
-        news = (self.done, self.failed) != self._said
+        news = (self.done, self.failed) != self._said[:2]
         wait = self._interval * (1 if news else self._silence)
         if self._clock() - self._last_print >= wait:
             self._silence = 1 if news else min(2 * self._silence, _LONGEST_SILENCE)
             self._emit(detail)
 
     def finish(self, detail: str = "") -> ProgressRecord:
-        """Print the last line whatever the interval, and return its record."""
+        """Print the last line whatever the interval, unless it stands there already, and return its record."""
+        if self._said == (self.done, self.failed, detail):
+            return self.record(detail)
         return self._emit(detail)
 
     def record(self, detail: str = "") -> ProgressRecord:
@@ -101,7 +104,8 @@ class Progress:
         if self._first is not None and self.done > self._first[1]:
             since, counted = self._first
         rate = (self.done - counted) / (now - since) if now > since else 0.0
-        eta = (self.total - self.done - self.failed) / rate if rate > 0 else None
+        left = max(0, self.total - self.done - self.failed)
+        eta = left / rate if rate > 0 and (since != self._started or left == 0) else None
         return ProgressRecord(
             stage=self.stage,
             unit=self.unit,
@@ -116,7 +120,7 @@ class Progress:
 
     def _emit(self, detail: str) -> ProgressRecord:
         record = self.record(detail)
-        self._last_print, self._said = self._clock(), (self.done, self.failed)
+        self._last_print, self._said = self._clock(), (self.done, self.failed, detail)
         print(record.line(), file=self._stream, flush=True)
         if self._log_file is not None:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -66,4 +66,6 @@ def _show(found: CacheDiff, options: argparse.Namespace) -> None:
         print("content was not compared: the caches store samples in different ways; compare with --values")
     elif found.compared == "checksums":
         print("content was compared by the recorded checksums; --values reads the samples themselves")
+    if found.compared != "nothing" and found.common and not (found.content or found.tokens or found.masks):
+        print(f"the content of all {found.common:,} samples in both is the same")
     print(f"{'same' if found.same else 'DIFFERENT'}: {found.common:,} samples in both")

@@ -69,7 +69,16 @@ def _show(report: GcReport, options: argparse.Namespace) -> None:
     else:
         print(f"{len(report.garbage):,} objects, {size}, could go; {len(report.young):,} are too young to tell")
         if report.garbage:
-            print(f"delete them: cache_store gc {options.url} --delete")
+            print(f"delete them: cache_store gc {' '.join(_same_choice(options))} --delete")
+
+
+def _same_choice(options: argparse.Namespace) -> list[str]:
+    """The arguments that find the same objects again."""
+    words = [options.url]
+    words += ["--older-than", f"{options.older_than:g}"] if options.older_than != SAFE_AGE_S else []
+    words += ["--aside"] if options.aside else []
+    words += ["--endpoint-url", options.endpoint_url] if options.endpoint_url else []
+    return words
 
 
 def _age(item: Garbage) -> str:

@@ -82,4 +82,6 @@ def _exclude(options: argparse.Namespace) -> int:
         print("nothing is damaged, no list was written")
     else:
         print(f"{len(found):,} samples are listed; train without them: cache.exclusions={name}")
+        if options.sample:
+            print("a list knows nothing of earlier ones: name their samples again to keep them out")
     return EXIT_OK

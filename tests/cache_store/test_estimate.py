@@ -50,7 +50,15 @@ def test_ratios_of_other_data_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1536, "1.54 kB"), (2_500_000, "2.50 MB"), (37.94e12, "37.94 TB")]
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999_999, "1.00 MB"),
+        (1536, "1.54 kB"),
+        (2_500_000, "2.50 MB"),
+        (37.94e12, "37.94 TB"),
+    ],
 )
 def test_sizes_for_people(count: float, text: str) -> None:
     assert size_text(count) == text

@@ -23,13 +23,15 @@ def test_line_rate_eta_and_failures(tmp_path: Path) -> None:
     progress = Progress("extract", 100, already=20, interval=10, stream=out, clock=clock, log_file=tmp_path / "log")
     clock.now = 10.0
     progress.update(40, failed=2)
-    assert out.getvalue() == "extract      60/100 samples (60 %) | 4.0 samples/s | ETA 00:10 | failed 2\n"
+    assert out.getvalue() == "extract      60/100 samples (60 %) | 4.0 samples/s | ETA --:-- | failed 2\n"
     clock.now = 12.0
     progress.update(10)
     assert out.getvalue().count("\n") == 1, "a second line before the interval has passed"
     record = progress.finish("done")
     assert record.done == 70
-    assert out.getvalue().endswith("| failed 2 | done\n")
+    assert out.getvalue().endswith("| 5.0 samples/s | ETA 00:06 | failed 2 | done\n")
+    progress.finish("done")
+    assert out.getvalue().count("\n") == 2, "the last line stands there already"
     logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [entry["done"] for entry in logged] == [60, 70]
 

@@ -23,6 +23,7 @@ def test_same(caches: tuple[Storage, Storage], capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out.splitlines()
     assert shown == [
         "content was compared by the recorded checksums; --values reads the samples themselves",
+        "the content of all 4 samples in both is the same",
         "same: 4 samples in both",
     ]
     assert main(["diff", caches[0].url, caches[0].url, "--values", "--json"]) == 0
@@ -46,6 +47,8 @@ def test_other_containers(caches: tuple[Storage, Storage], tmp_path: Path, capsy
     build_cache(tar, make_spec(format="tar"), 4)
     assert main(["diff", caches[0].url, tar.url]) == 1
     assert "compare with --values" in capsys.readouterr().out
+    assert main(["diff", caches[0].url, tar.url, "--values"]) == 1
+    assert "the content of all 4 samples in both is the same\nDIFFERENT" in capsys.readouterr().out
 
 
 def test_missing_cache(caches: tuple[Storage, Storage], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

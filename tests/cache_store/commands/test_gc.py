@@ -31,6 +31,8 @@ def test_dry_run_then_delete(storage: Storage, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert "would go" in shown
     assert f"cache_store gc {storage.url} --delete" in shown
+    assert main(["gc", storage.url, "--older-than", "30m", "--aside"]) == 3
+    assert f"cache_store gc {storage.url} --older-than 1800 --aside --delete" in capsys.readouterr().out
     assert main(["gc", storage.url, "--delete", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["deleted"], report["freed_bytes"], report["left"]) == (1, 9, 0)
