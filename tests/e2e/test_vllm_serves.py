@@ -64,9 +64,9 @@ class Served:
 
 
 def export(folder: Path, changes: dict[str, Any], family: str = "qwen3") -> Served:
-    target = save_tiny_target(
-        folder / "target", family=family, head_dim=32, **({"tie_word_embeddings": True} if family == "qwen2" else {})
-    )
+    # vLLM takes a Qwen2's head_dim from its hidden size alone.
+    special = {"tie_word_embeddings": True, "hidden_size": 4 * 32} if family == "qwen2" else {}
+    target = save_tiny_target(folder / "target", family=family, head_dim=32, **special)
     shape: dict[str, Any] = {
         "target_layer_ids": LAYERS,
         "mask_token_id": 3,
