@@ -84,7 +84,7 @@ class LocalBackend:
             if isinstance(data, Path) and temporary.exists() and not (target.exists() and target.samefile(temporary)):
                 os.replace(temporary, data)  # not published: the caller may try again
             temporary.unlink(missing_ok=True)
-        _fsync_folder(target.parent)
+        sync(target.parent)
 
     def read(self, name: str, offset: int, transfer: Transfer) -> None:
         """One open, one pread where the system gives all at once."""
@@ -96,16 +96,10 @@ class LocalBackend:
         try:
             transfer.start()
             while missing := transfer.length - transfer.done:
-                place = offset + transfer.done
-                if transfer.into is not None:
-                    count = os.preadv(descriptor, [transfer.into[transfer.done :]], place)
-                    transfer.advance(count)
-                else:
-                    piece = os.pread(descriptor, missing, place)
-                    count = len(piece)
-                    transfer.add(piece)
-                if not count:
+                piece = os.pread(descriptor, missing, offset + transfer.done)
+                if not piece:
                     raise EndsEarly
+                transfer.add(piece)
         finally:
             os.close(descriptor)
 
@@ -141,7 +135,7 @@ class LocalBackend:
         target = self.root / new_name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.root / name, target)
-        _fsync_folder(target.parent)
+        sync(target.parent)
 
     def check_place(self) -> None:
         """The folder exists, or can be made."""
@@ -169,8 +163,9 @@ def read_at_once(path: str, offset: int, out: memoryview) -> bool:
         os.close(descriptor)
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Return once a file's, or a folder's, content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

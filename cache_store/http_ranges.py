@@ -44,6 +44,7 @@ class _Place:
     """Where an object is read."""
 
     url: str
+    proxy: SplitResult | None
     head: str
     signed: float
 
@@ -83,7 +84,7 @@ class RangeClient:
             try:
                 connection, used = self._idle.pop(), True
             except IndexError:
-                connection, used = self._connect(place.url), False
+                connection, used = self._connect(place), False
             try:
                 connection.sock.sendall(f"{place.head}{wanted}\r\n".encode("ascii"))
                 answer = Answer(connection.sock)
@@ -111,7 +112,8 @@ class RangeClient:
             found = self._places.get(name)
         if found is None or now - found.signed > SIGNED_ANEW_S:
             url = self._sign(name)
-            found = _Place(url, _head(url, _proxy(url)), now)
+            proxy = _proxy(url)
+            found = _Place(url, proxy, _head(url, proxy), now)
             with self._lock:
                 self._places[name] = found
                 if len(self._places) > URLS_KEPT:
@@ -122,10 +124,9 @@ class RangeClient:
         with self._lock:
             self._places.pop(name, None)
 
-    def _connect(self, url: str) -> http.client.HTTPConnection:
-        parts, timeout = urlsplit(url), self._options.connect_timeout_s
+    def _connect(self, where: _Place) -> http.client.HTTPConnection:
+        parts, through, timeout = urlsplit(where.url), where.proxy, self._options.connect_timeout_s
         host, port = str(parts.hostname), parts.port
-        through = _proxy(url)
         place = (str(through.hostname), through.port) if through else (host, port)
         if parts.scheme == "https":
             if self._tls is None:

@@ -120,10 +120,6 @@ class Transfer:
             while self.done < last and (count := connection.recv_into(view[self.done : last])):
                 self._count(count)
 
-    def advance(self, count: int) -> None:
-        """So many bytes have been put into `into` by the caller. Raises TooSlow."""
-        self._count(count)
-
     def _room(self) -> memoryview:
         if self.into is not None:
             return self.into[:]

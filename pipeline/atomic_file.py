@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cache_store.backend import sync
+
 TEMPORARY = ".tmp"
 
 
@@ -14,12 +16,3 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
     os.replace(temporary, path)
-
-
-def sync(path: Path) -> None:
-    """Return once a file's, or a folder's, content is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

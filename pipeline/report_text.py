@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cache_store.commands import terminal
 from pipeline.acceptance import ALL_DOMAINS, TRAINED
 from pipeline.report import EvaluationReport, verdict_lines
 from pipeline.report_tables import TextTable, report_tables
@@ -19,8 +20,7 @@ _EMPHASISED = (ALL_DOMAINS, TRAINED)
 
 def wide_console() -> Console:
     """The terminal; wide enough for the tables also where the width is unknown (a job's log)."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _MIN_CONSOLE_WIDTH))
+    return terminal.wide_console(_MIN_CONSOLE_WIDTH)
 
 
 def print_report(report: EvaluationReport, console: Console) -> None:

@@ -69,10 +69,10 @@ def open_cache(options: argparse.Namespace) -> CacheReader:
     return CacheReader(storage_of(options), allow_unsealed=True)
 
 
-def wide_console() -> Console:
+def wide_console(width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:
     """Standard output; where its width is unknown (a file, a job's log), wide enough for the tables."""
     console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+    return console if console.is_terminal else Console(width=max(console.width, width))
 
 
 def pairs_table(title: str, values: dict[str, Any]) -> Table:

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.atomic_file import TEMPORARY, sync, write_atomically
+from cache_store.backend import sync
+from pipeline.atomic_file import TEMPORARY, write_atomically
 from pipeline.errors import ConfigError, TrainingFailed
 
 FORMAT_VERSION = 2
