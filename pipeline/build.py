@@ -43,8 +43,8 @@ from pipeline.turns import Recipe, all_unit_ids, make_recipe
 
 CONFIG_COPY = "config.yaml"
 EXIT_COMPLETE_WITH_REJECTS = 3
-SHOWN_REJECTS = 3
 """What `jobs/build_cache.py` ends with when every prompt is accounted for, but not all of them by a sample."""
+SHOWN_REJECTS = 3
 EngineFactory = Callable[[bool], Engine]
 """Makes the engine; the argument asks for greedy decoding."""
 
